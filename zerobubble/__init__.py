@@ -1,0 +1,3 @@
+"""zerobubble: plan, run and explain pipeline-parallel training."""
+
+__version__ = "0.1.0"
