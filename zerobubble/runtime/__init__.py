@@ -1,0 +1,1 @@
+"""Runs programs: split backward, stages, transports, the executor and its clock."""

@@ -1,0 +1,236 @@
+"""Split backward by deferral: B computes input gradients and puts weight gradients off to W.
+
+No graph is cut. Known modules are swapped for subclasses whose backward returns the input's
+gradient and leaves a closure that computes the weight's; W runs the closures. Every other
+parameter gets its gradient at B. An unknown module is therefore split less, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Deferral:
+    """The weight gradients that one stage owes, microbatch by microbatch.
+
+    `collecting` is the list that the running backward fills, or None while a joint backward
+    (BW) runs: then every gradient is computed on the spot.
+    """
+
+    def __init__(self) -> None:
+        self.collecting: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
+        self._owed: deque[list[tuple[nn.Parameter, Callable[[], Tensor]]]] = deque()
+        self._at_backward_input: deque[dict[nn.Parameter, Tensor]] = deque()
+
+    def put(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
+        """Called within B: `compute` gives this use's gradient of `parameter` at W."""
+        assert self.collecting is not None
+        self.collecting.append((parameter, compute))
+
+    def begin(self) -> None:
+        """B starts."""
+        self.collecting = []
+
+    def end(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """B is done and gave `gradients`; those of parameters still owed wait for W."""
+        assert self.collecting is not None
+        owed = self.collecting
+        self.collecting = None
+        parameters = {parameter for parameter, _ in owed}
+        held = {}
+        for parameter, gradient in gradients:
+            if parameter in parameters:
+                held[parameter] = gradient
+            else:
+                accumulate(parameter, gradient)
+        self._owed.append(owed)
+        self._at_backward_input.append(held)
+
+    def run(self) -> None:
+        """W of the oldest microbatch: all its uses of a weight are summed, then added once."""
+        owed = self._owed.popleft()
+        total = self._at_backward_input.popleft()
+        owed.reverse()
+        uses = _uses(owed)
+        while owed:  # popped one by one: what a closure holds is freed once it has run
+            parameter, compute = owed.pop()
+            gradient = compute()
+            del compute
+            earlier = total.pop(parameter, None)
+            if earlier is not None:
+                gradient = earlier + gradient
+            uses[parameter] -= 1
+            if uses[parameter]:
+                total[parameter] = gradient
+            else:
+                accumulate(parameter, gradient)
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose W has not run."""
+        return len(self._owed)
+
+
+def _uses(owed: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> dict[nn.Parameter, int]:
+    uses: dict[nn.Parameter, int] = {}
+    for parameter, _ in owed:
+        uses[parameter] = uses.get(parameter, 0) + 1
+    return uses
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add one microbatch's gradient to `parameter.main_grad` (fp32), or to `.grad`."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient.clone()
+    else:
+        parameter.grad.add_(gradient)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """y = x W^T + b with the kernels and shapes of autograd's own backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferral: Deferral
+    ) -> Tensor:
+        # The Parameter itself: under checkpointing a saved tensor comes back as an alias.
+        ctx.parameter = weight
+        ctx.deferral = deferral
+        ctx.save_for_backward(x)
+        return F.linear(x, _cast(weight, x), None if bias is None else _cast(bias, x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        parameter: nn.Parameter = ctx.parameter
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = rows.mm(_cast(parameter, rows)).view(x.shape)
+        if ctx.needs_input_grad[1]:
+
+            def compute() -> Tensor:
+                return rows.t().mm(x.reshape(-1, x.shape[-1])).to(parameter.dtype)
+
+            if ctx.deferral.collecting is None:
+                grad_weight = compute()
+            else:
+                ctx.deferral.put(parameter, compute)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    """Rows of the weight; the weight's gradient is the whole backward, so all of it is W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: nn.Parameter, indices: Tensor, padding_idx: int, deferral: Deferral
+    ) -> Tensor:
+        ctx.parameter = weight
+        ctx.padding_idx = padding_idx
+        ctx.deferral = deferral
+        ctx.save_for_backward(indices)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (indices,) = ctx.saved_tensors
+        parameter: nn.Parameter = ctx.parameter
+        padding_idx: int = ctx.padding_idx
+
+        def compute() -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(
+                grad, indices, parameter.shape[0], padding_idx, False
+            )
+
+        if ctx.deferral.collecting is None:
+            return compute(), None, None, None
+        ctx.deferral.put(parameter, compute)
+        return None, None, None, None
+
+
+def _cast(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
+
+
+class DeferringLinear(nn.Linear):
+    """An nn.Linear whose weight gradient can be put off. Bits and state dict are the same."""
+
+    deferral: Deferral
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(input)
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        return _LinearFunction.apply(input, self.weight, self.bias, self.deferral)
+
+
+class DeferringEmbedding(nn.Embedding):
+    """An nn.Embedding whose weight gradient can be put off."""
+
+    deferral: Deferral
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) indices -> (..., embedding_dim)."""
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(input)
+        padding_idx = -1 if self.padding_idx is None else self.padding_idx
+        return _EmbeddingFunction.apply(self.weight, input, padding_idx, self.deferral)
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """How much of a stage's parameters W computes."""
+
+    deferred: int
+    """Elements of parameters whose gradient is put off to W."""
+    parameters: int
+    """Elements of all parameters that need a gradient."""
+
+
+def split(module: nn.Module) -> tuple[Deferral, SplitReport]:
+    """Make every known module within `module` defer, in place.
+
+    Only plain modules are swapped: one whose weight is computed (a parametrization) or whose
+    class was derived from stays as it is and has its gradients at B.
+    """
+    deferral = Deferral()
+    deferred: set[nn.Parameter] = set()
+    for child in module.modules():
+        weight = child._parameters.get("weight")
+        if weight is None:
+            continue
+        if type(child) is nn.Linear:
+            child.__class__ = DeferringLinear
+        elif type(child) is nn.Embedding and _plain(child):
+            child.__class__ = DeferringEmbedding
+        else:
+            continue
+        child.deferral = deferral  # type: ignore[assignment]
+        if weight.requires_grad:
+            deferred.add(weight)
+    return deferral, SplitReport(
+        deferred=sum(parameter.numel() for parameter in deferred),
+        parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+    )
+
+
+def _plain(embedding: nn.Embedding) -> bool:
+    return not (
+        embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm is not None
+    )
