@@ -7,7 +7,6 @@ parameter gets its gradient at B. An unknown module is therefore split less, nev
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,8 @@ class Deferral:
 
     def __init__(self) -> None:
         self.collecting: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
-        self._owed: deque[list[tuple[nn.Parameter, Callable[[], Tensor]]]] = deque()
-        self._at_backward_input: deque[dict[nn.Parameter, Tensor]] = deque()
+        self._owed: dict[int, list[tuple[nn.Parameter, Callable[[], Tensor]]]] = {}
+        self._at_backward_input: dict[int, dict[nn.Parameter, Tensor]] = {}
 
     def put(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
         """Called within B: `compute` gives this use's gradient of `parameter` at W."""
@@ -38,8 +37,8 @@ class Deferral:
         """B starts."""
         self.collecting = []
 
-    def end(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """B is done and gave `gradients`; those of parameters still owed wait for W."""
+    def end(self, microbatch: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """B of `microbatch` is done and gave `gradients`; what W adds to waits for it."""
         assert self.collecting is not None
         owed = self.collecting
         self.collecting = None
@@ -50,13 +49,13 @@ class Deferral:
                 held[parameter] = gradient
             else:
                 accumulate(parameter, gradient)
-        self._owed.append(owed)
-        self._at_backward_input.append(held)
+        self._owed[microbatch] = owed
+        self._at_backward_input[microbatch] = held
 
-    def run(self) -> None:
-        """W of the oldest microbatch: all its uses of a weight are summed, then added once."""
-        owed = self._owed.popleft()
-        total = self._at_backward_input.popleft()
+    def run(self, microbatch: int) -> None:
+        """W of `microbatch`: all its uses of a weight are summed, then added once."""
+        owed = self._owed.pop(microbatch)
+        total = self._at_backward_input.pop(microbatch)
         owed.reverse()
         uses = _uses(owed)
         while owed:  # popped one by one: what a closure holds is freed once it has run
@@ -110,7 +109,9 @@ class _LinearFunction(torch.autograd.Function):
         return F.linear(x, _cast(weight, x), None if bias is None else _cast(bias, x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         parameter: nn.Parameter = ctx.parameter
         rows = grad.reshape(-1, grad.shape[-1])
@@ -151,14 +152,19 @@ class _EmbeddingFunction(torch.autograd.Function):
         padding_idx: int = ctx.padding_idx
 
         def compute() -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(
+            gradient: Tensor = torch.ops.aten.embedding_dense_backward(
                 grad, indices, parameter.shape[0], padding_idx, False
             )
+            return gradient
 
         if ctx.deferral.collecting is None:
             return compute(), None, None, None
         ctx.deferral.put(parameter, compute)
         return None, None, None, None
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)  # torch leaves `apply` untyped
 
 
 def _cast(tensor: Tensor, like: Tensor) -> Tensor:
@@ -177,7 +183,8 @@ class DeferringLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        return _LinearFunction.apply(input, self.weight, self.bias, self.deferral)
+        output: Tensor = _apply(_LinearFunction, input, self.weight, self.bias, self.deferral)
+        return output
 
 
 class DeferringEmbedding(nn.Embedding):
@@ -190,7 +197,8 @@ class DeferringEmbedding(nn.Embedding):
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(input)
         padding_idx = -1 if self.padding_idx is None else self.padding_idx
-        return _EmbeddingFunction.apply(self.weight, input, padding_idx, self.deferral)
+        output: Tensor = _apply(_EmbeddingFunction, self.weight, input, padding_idx, self.deferral)
+        return output
 
 
 @dataclass(frozen=True)
@@ -207,11 +215,17 @@ def split(module: nn.Module) -> tuple[Deferral, SplitReport]:
     """Make every known module within `module` defer, in place.
 
     Only plain modules are swapped: one whose weight is computed (a parametrization) or whose
-    class was derived from stays as it is and has its gradients at B.
+    class was derived from stays as it is and has its gradients at B. A module that defers by
+    itself says so by a class attribute `defers = True`, is given the stage's `deferral`, and
+    calls its `put` in backward where it is collecting.
     """
     deferral = Deferral()
     deferred: set[nn.Parameter] = set()
     for child in module.modules():
+        if getattr(type(child), "defers", False):
+            child.deferral = deferral  # type: ignore[assignment]
+            deferred.update(p for p in child.parameters(recurse=False) if p.requires_grad)
+            continue
         weight = child._parameters.get("weight")
         if weight is None:
             continue
@@ -231,6 +245,4 @@ def split(module: nn.Module) -> tuple[Deferral, SplitReport]:
 
 
 def _plain(embedding: nn.Embedding) -> bool:
-    return not (
-        embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm is not None
-    )
+    return not (embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm is not None)

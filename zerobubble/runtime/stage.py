@@ -40,7 +40,8 @@ class Stage:
         # The edge alone keeps the graph and lets the output's memory go once it is sent.
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._graphs[microbatch] = (hidden, edge)
-        return output.detach()
+        detached: Tensor = output.detach()
+        return detached
 
     def evaluate(self, hidden: Tensor | None, batch: Any) -> Tensor:
         """F without a graph, in evaluation mode as the caller set it."""
@@ -52,12 +53,12 @@ class Stage:
         """B: the gradient of the stage's input (None on the first stage)."""
         self.deferral.begin()
         grad_hidden, gradients = self._backward(microbatch, gradient)
-        self.deferral.end(gradients)
+        self.deferral.end(microbatch, gradients)
         return grad_hidden
 
     def backward_weight(self, microbatch: int) -> None:
         """W: adds this microbatch's deferred weight gradients. Ascending microbatches only."""
-        self.deferral.run()
+        self.deferral.run(microbatch)
 
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """BW: both at once."""

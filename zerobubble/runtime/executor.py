@@ -1,0 +1,199 @@
+"""Executor: runs one rank's program, instruction by instruction, and times every op."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerobubble.errors import UserError
+from zerobubble.runtime.stage import Stage
+from zerobubble.runtime.transport import Transfer, Transport
+from zerobubble.schedule.lower import Compute, Instruction, Post, Program, Release, Send, Wait
+from zerobubble.schedule.ops import Kind, Op
+from zerobubble.schedule.placement import Placement
+
+
+class StepError(UserError):
+    """What ended a step: rank, op and cause in one line; the cause is chained."""
+
+
+class Executor:
+    """Binds a program to stages and a transport once, and runs it any number of times.
+
+    `transport` may be None where no boundary of the placement crosses ranks. A tensor on its
+    way lives in a numbered slot from the op (or receive) that made it to the op (or send)
+    that takes it. `evaluate` runs F without graphs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        placement: Placement,
+        stages: Mapping[int, Stage],
+        transport: Transport | None,
+        *,
+        evaluate: bool = False,
+    ) -> None:
+        self.rank = program.rank
+        self.ops = tuple(i.op for i in program.instructions if isinstance(i, Compute))
+        self.starts = [0.0] * len(self.ops)
+        """Start of every op in the last run, in seconds of this process's perf_counter."""
+        self.ends = [0.0] * len(self.ops)
+        self._placement = placement
+        self._stages = stages
+        self._transport = transport
+        self._evaluate = evaluate
+        self._slot_of: dict[tuple[bool, int, int, int], int] = {}
+        self._slots: list[Any] = []
+        self._posted: dict[Op, tuple[Transfer, Tensor]] = {}
+        self._sends: dict[Any, deque[tuple[Transfer, Tensor]]] = {}
+        self._batches: Sequence[Any] = ()
+        self._shape: Sequence[int] = ()
+        self._dtype = torch.float32
+        self._loss_gradient: Tensor | None = None
+        self._losses: dict[int, Tensor] = {}
+        self._steps = [(self._bind(i), i) for i in program.instructions]
+
+    def run(
+        self,
+        batches: Sequence[Any],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        loss_gradient: Tensor | None = None,
+    ) -> dict[int, Tensor]:
+        """One step over `batches`, one per microbatch; the losses if the last stage is here.
+
+        shape, dtype: of the tensor that every boundary carries. loss_gradient: scalar, the
+        root of every microbatch's backward. Raises StepError.
+        """
+        self._batches, self._shape, self._dtype = batches, shape, dtype
+        self._loss_gradient = loss_gradient
+        self._losses = {}
+        starts, ends = self.starts, self.ends
+        index = 0
+        instruction: Instruction | None = None
+        try:
+            for run, instruction in self._steps:
+                if isinstance(instruction, Compute):
+                    starts[index] = perf_counter()
+                    run()
+                    ends[index] = perf_counter()
+                    index += 1
+                else:
+                    run()
+            for sends in self._sends.values():
+                while sends:
+                    sends.popleft()[0].wait()
+        except Exception as error:
+            raise StepError(f"rank {self.rank}, {_where(instruction)}: {error}") from error
+        finally:
+            self._batches = ()
+        return self._losses
+
+    def _slot(self, forward: bool, op: Op, stage: int) -> int:
+        """The slot of what `stage` makes for op's microbatch: its output or its gradient."""
+        key = (forward, stage, op.microbatch, op.slice)
+        if key not in self._slot_of:
+            self._slot_of[key] = len(self._slots)
+            self._slots.append(None)
+        return self._slot_of[key]
+
+    def _take(self, slot: int) -> Any:
+        value, self._slots[slot] = self._slots[slot], None
+        return value
+
+    def _bind(self, instruction: Instruction) -> Callable[[], None]:
+        if isinstance(instruction, Compute):
+            return self._bind_compute(instruction.op)
+        if self._transport is None:
+            raise UserError(f"{instruction} needs a transport, and none was given")
+        channel, op = instruction.channel, instruction.op
+        forward = channel.kind is Kind.F
+        if isinstance(instruction, Post):
+            receive = self._transport.receiver(channel)
+
+            def post() -> None:
+                # A fresh buffer per message: its op may keep it until W.
+                buffer = torch.empty(self._shape, dtype=self._dtype)
+                self._posted[op] = (receive(buffer), buffer)
+
+            return post
+        if isinstance(instruction, Wait):
+            slot = self._slot(forward, op, op.stage - 1 if forward else op.stage + 1)
+
+            def wait() -> None:
+                transfer, buffer = self._posted.pop(op)
+                transfer.wait()
+                self._slots[slot] = buffer
+
+            return wait
+        sends = self._sends.setdefault(channel, deque())
+        if isinstance(instruction, Send):
+            send = self._transport.sender(channel)
+            slot = self._slot(forward, op, op.stage)
+
+            def issue() -> None:
+                tensor = self._take(slot).contiguous()
+                sends.append((send(tensor), tensor))
+
+            return issue
+        assert isinstance(instruction, Release)
+
+        def release() -> None:
+            sends.popleft()[0].wait()
+
+        return release
+
+    def _bind_compute(self, op: Op) -> Callable[[], None]:
+        stage = self._stages[op.stage]
+        microbatch = op.microbatch
+        if op.kind is Kind.F:
+            return self._bind_forward(op, stage)
+        if op.kind is Kind.W:
+            return lambda: stage.backward_weight(microbatch)
+        backward = stage.backward_input if op.kind is Kind.B else stage.backward
+        into = self._slot(False, op, op.stage) if op.stage > 0 else None
+        source = None if stage.last else self._slot(False, op, op.stage + 1)
+
+        def run() -> None:
+            gradient: Any = self._loss_gradient if source is None else self._take(source)
+            result = backward(microbatch, gradient)
+            if into is not None:
+                self._slots[into] = result
+
+        return run
+
+    def _bind_forward(self, op: Op, stage: Stage) -> Callable[[], None]:
+        microbatch = op.microbatch
+        source = self._slot(True, op, op.stage - 1) if op.stage > 0 else None
+        into = None if stage.last else self._slot(True, op, op.stage)
+
+        def run() -> None:
+            hidden = None if source is None else self._take(source)
+            batch = self._batches[microbatch]
+            if self._evaluate:
+                output = stage.evaluate(hidden, batch)
+            else:
+                output = stage.forward(microbatch, hidden, batch)
+            if into is None:
+                self._losses[microbatch] = output
+            else:
+                self._slots[into] = output
+
+        return run
+
+
+def _where(instruction: Instruction | None) -> str:
+    if instruction is None:
+        return "before the first op"
+    if isinstance(instruction, Compute):
+        return str(instruction.op)
+    channel = instruction.channel
+    if isinstance(instruction, Post | Wait):
+        return f"{instruction.op}, receiving from rank {channel.source}"
+    return f"{instruction.op}, sending to rank {channel.destination}"
