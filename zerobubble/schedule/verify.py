@@ -23,7 +23,7 @@ from zerobubble.schedule.errors import (
     UnknownStageError,
     WrongRankError,
 )
-from zerobubble.schedule.lower import Channel, Compute, Post, Program, Send, Wait, lower
+from zerobubble.schedule.lower import Channel, Compute, Post, Program, Release, Send, Wait, lower
 from zerobubble.schedule.ops import Kind, Op
 from zerobubble.schedule.schedule import Schedule
 from zerobubble.schedule.simulate import simulate
@@ -89,7 +89,7 @@ class _Rendezvous:
         self.programs = programs
         self.route = route
         self.queues: dict[tuple[Hashable, int], deque[Post | Send]] = defaultdict(deque)
-        self.received: set[tuple[Channel, Op]] = set()
+        self.met: set[tuple[Channel, Op]] = set()
         self.position = [0] * len(programs)
 
     def run(self) -> None:
@@ -101,7 +101,7 @@ class _Rendezvous:
         for rank, program in enumerate(self.programs):
             if self.position[rank] < len(program.instructions):
                 step = program.instructions[self.position[rank]]
-                assert isinstance(step, Wait)
+                assert isinstance(step, Wait | Release)
                 reason = f"waits for {step.channel}, whose send and receive never meet"
                 raise DeadlockError.at(rank, *self._computation(rank), reason)
         for (_, rank), queue in self.queues.items():
@@ -111,14 +111,14 @@ class _Rendezvous:
                 )
 
     def _issue(self, rank: int) -> Iterator[Post | Send]:
-        """Go on in the program until a Wait is not satisfied; yield what enters a queue."""
+        """Go on in the program until a Wait (or Release) is not met; yield what enters a queue."""
         instructions = self.programs[rank].instructions
         while self.position[rank] < len(instructions):
             step = instructions[self.position[rank]]
-            if isinstance(step, Wait):
-                if (step.channel, step.op) not in self.received:
+            if isinstance(step, Wait | Release):
+                if (step.channel, step.op) not in self.met:
                     return
-            elif not isinstance(step, Compute):
+            elif isinstance(step, Post | Send):
                 queue = self.queues[self.route(step.channel), rank]
                 queue.append(step)
                 if len(queue) == 1:
@@ -139,10 +139,8 @@ class _Rendezvous:
             if not theirs or _peer(theirs[0]) != here:
                 continue
             self._check(here, mine[0], there, theirs[0])
-            for head in (mine.popleft(), theirs.popleft()):
-                if isinstance(head, Post):
-                    self.received.add((head.channel, head.op))
-                    yield head.channel.destination
+            self.met.update((head.channel, head.op) for head in (mine.popleft(), theirs.popleft()))
+            yield from (here, there)
             pending += [here, there]
 
     def _check(self, rank: int, mine: Post | Send, peer: int, theirs: Post | Send) -> None:
