@@ -73,21 +73,22 @@ def _candidates(
     ):
         timeline = simulate(published, costs)
         yield Listed(published.orders, timeline.makespan, timeline.longest_span)
-    rules = [
-        Rule(_in_order_of(published), pending, overhang)
-        for pending in (None, 2, 1)
-        for overhang in (0.0, 0.5)
-    ]
-    rules += [
-        Rule(_by_chunk(placement, preference), pending, overhang)
-        for preference in _PREFERENCES
-        for pending in (None, 2, 1)
-        for overhang in (0.0, 0.5)
-    ]
-    for rule in rules:
-        found = list_schedule(placement, microbatches, costs, limit, rule)
-        if found is not None:
-            yield found
+        for rule in _rules(_in_order_of(published)):
+            found = list_schedule(placement, microbatches, costs, limit, rule)
+            if found is not None:
+                yield found
+        if microbatches >= 2 * placement.ranks - 1:
+            return
+    # Too few microbatches for the pattern's steady state, or too little memory for it.
+    for preference in _PREFERENCES:
+        for rule in _rules(_by_chunk(placement, preference)):
+            found = list_schedule(placement, microbatches, costs, limit, rule)
+            if found is not None:
+                yield found
+
+
+def _rules(prefer: Preference) -> list[Rule]:
+    return [Rule(prefer, pending, overhang) for pending in (None, 2, 1) for overhang in (0.0, 0.5)]
 
 
 def _in_order_of(schedule: Schedule) -> Preference:
