@@ -73,6 +73,8 @@ def draw(timelines: Sequence[Timeline], path: str | Path, *, title: str | None =
 def _draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
     start, makespan = timeline.start, timeline.makespan
     inches_per_unit = _BOX_AREA_INCHES / longest
+    # Boxes of one width get one size of text, whatever their number.
+    digits = len(str(max(timed.op.microbatch for _, timed in timeline)))
     for rank, row in enumerate(timeline.rows):
         axis.barh(rank, makespan, height=_ROW, left=0.0, color=_IDLE, linewidth=0, zorder=1)
         for timed in row:
@@ -87,13 +89,12 @@ def _draw_timeline(axis: Axes, timeline: Timeline, longest: float) -> None:
                 linewidth=min(0.7, duration * inches_per_unit * 6),
                 zorder=2,
             )
-            label = str(timed.op.microbatch)
-            points = min(8.5, 0.8 * duration * inches_per_unit * 72 / (0.62 * len(label)))
+            points = min(8.5, 0.85 * duration * inches_per_unit * 72 / (0.62 * digits))
             if points >= _SMALLEST_POINTS:
                 axis.text(
                     timed.start - start + duration / 2,
                     rank + 0.03,
-                    label,
+                    str(timed.op.microbatch),
                     ha="center",
                     va="center",
                     color="white",

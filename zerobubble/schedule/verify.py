@@ -214,27 +214,24 @@ def _misplaced(schedule: Schedule, rank: int, op: Op) -> tuple[type[ScheduleErro
 
 def _verify_complete(schedule: Schedule, seen: set[Op]) -> None:
     forward_only = schedule.forward_only
+    joint_stages = {op.stage for op in seen if op.kind is Kind.BW}
     for stage, rank in enumerate(schedule.placement.rank_of):
         for microbatch in range(schedule.microbatches):
             for part in range(schedule.slices):
                 where = (stage, microbatch, part)
-                joint = Op(Kind.BW, *where)
-                if joint in seen:
-                    for split in (Op(Kind.B, *where), Op(Kind.W, *where)):
-                        if split in seen:
-                            raise MixedBackwardError(
-                                f"rank {rank}: {joint} and {split} compute the same gradient; "
-                                "keep one of them",
-                                rank=rank,
-                                op=split,
-                            )
-                    needed: tuple[Kind, ...] = (Kind.F,)
-                elif forward_only:
-                    needed = (Kind.F,)
-                else:
-                    needed = (Kind.F, Kind.B, Kind.W)
-                for kind in needed:
-                    op = Op(kind, *where)
+                joint, split = Op(Kind.BW, *where), (Op(Kind.B, *where), Op(Kind.W, *where))
+                there = [op for op in split if op in seen]
+                if joint in seen and there:
+                    raise MixedBackwardError(
+                        f"rank {rank}: {joint} and {there[0]} compute the same gradient; "
+                        "keep one of them",
+                        rank=rank,
+                        op=there[0],
+                    )
+                needed: tuple[Op, ...] = (Op(Kind.F, *where),)
+                if not forward_only:
+                    needed += (joint,) if stage in joint_stages and not there else split
+                for op in needed:
                     if op not in seen:
                         raise MissingOpError(f"rank {rank}: {op} is missing", rank=rank, op=op)
 

@@ -1,0 +1,203 @@
+"""Every family, for any number of ranks and microbatches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobubble.errors import UserError
+from zerobubble.schedule import families
+from zerobubble.schedule.costs import Costs
+from zerobubble.schedule.families.forward_only import forward_only
+from zerobubble.schedule.placement import linear, looped, v
+from zerobubble.schedule.verify import verify
+
+FAMILIES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+
+times = st.sampled_from([0.3, 0.5, 1.0, 1.2, 2.0])
+
+
+@st.composite
+def problems(draw):
+    """A family with ranks, microbatches, and None or unequal costs."""
+    name = draw(st.sampled_from(FAMILIES))
+    ranks, microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 12))
+    chunks = draw(st.integers(1, 3)) if name == "interleaved" else None
+    stages = families.get(name).placement(ranks, chunks).stages
+    costs = None
+    if draw(st.booleans()):
+        rows = [(draw(times), draw(times), draw(times)) for _ in range(stages)]
+        activation = tuple(draw(st.sampled_from([1.0, 1.0, 2.0])) for _ in range(stages))
+        link = draw(st.sampled_from([0.0, 0.1, 3.0]))
+        costs = Costs.per_stage(rows, link_latency=link, activation=activation)
+    return name, ranks, microbatches, chunks, costs
+
+
+@settings(max_examples=250, deadline=None)
+@given(problems())
+def test_every_schedule_is_proved(problem):
+    name, ranks, microbatches, chunks, costs = problem
+    schedule = families.build(name, ranks, microbatches, chunks=chunks, costs=costs)
+    proof = verify(schedule, costs)
+    stages = schedule.placement.stages
+    kinds = Counter(op.kind for _, op in schedule.ops())
+    split = name.startswith("zb")
+    assert kinds == dict.fromkeys(("F", "B", "W") if split else ("F", "BW"), stages * microbatches)
+
+    activation = costs.activation if costs else (1.0,) * stages
+    for rank, peak in enumerate(proof.timeline.peak_memory):
+        held = [activation[s] for s in schedule.placement.stages_of(rank)]
+        most = {
+            "1f1b": min(ranks - rank, microbatches) * sum(held),
+            "gpipe": microbatches * sum(held),
+            "zb-h1": min(ranks, microbatches) * sum(held),
+            "zb-v": ranks * sum(held),
+            # Warm-up and one more, in chunks.
+            "interleaved": (2 * (ranks - rank) - 1 + (len(held) - 1) * ranks) * max(held),
+        }[name]
+        assert peak <= most + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.one_of(
+        st.builds(linear, st.integers(1, 8)),
+        st.builds(v, st.integers(1, 8)),
+        st.builds(looped, st.integers(1, 8), st.integers(1, 4)),
+    ),
+    st.integers(1, 20),
+)
+def test_forward_only_is_proved_for_any_placement(placement, microbatches):
+    schedule = forward_only(placement, microbatches)
+    assert schedule.forward_only
+    verify(schedule)
+
+
+def test_forward_only_fills_the_pipeline():
+    assert verify(forward_only(linear(4), 8)).timeline.makespan == 8 + 3
+    with pytest.raises(UserError, match="0 microbatches"):
+        forward_only(linear(2), 0)
+
+
+def texts(schedule):
+    return [" ".join(op.text for op in order) for order in schedule.orders]
+
+
+def test_1f1b_order():
+    assert texts(families.build("1f1b", 3, 4)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+def test_zb_h1_puts_w_off_by_the_rank():
+    assert texts(families.build("zb-h1", 3, 4)) == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    ]
+
+
+def test_interleaved_is_megatrons_order_where_p_divides_m():
+    # Warm-up of 2 (p - 1 - r) + (v - 1) p chunks, groups of p microbatches.
+    assert texts(families.build("interleaved", 2, 4, chunks=2)) == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+
+
+@pytest.mark.parametrize(("p", "m", "v_"), [(4, 8, 2), (8, 24, 3), (3, 3, 4)])
+def test_interleaved_bubble(p, m, v_):
+    schedule = families.build("interleaved", p, m, chunks=v_)
+    timeline = verify(schedule, Costs.uniform(p * v_, 1 / v_, 1 / v_, 1 / v_)).timeline
+    assert timeline.makespan == pytest.approx(3 * m + 3 * (p - 1) / v_)
+
+
+def test_zb_v_takes_costs_into_account():
+    slow_first = [(0.75, 0.75, 0.75)] + [(0.5, 0.5, 0.5)] * 6 + [(0.75, 0.75, 0.75)]
+    costs = Costs.per_stage(slow_first, activation=0.5)
+    timeline = verify(families.build("zb-v", 4, 8, costs=costs), costs).timeline
+    assert timeline.makespan == pytest.approx(36)  # rank 0's own work: nothing is shorter
+    assert max(timeline.peak_memory) <= 4
+
+
+def test_zb_v_keeps_p_microbatches_of_unequal_activations():
+    costs = Costs.per_stage([(1, 1, 1)] * 8, activation=(3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    timeline = verify(families.build("zb-v", 4, 8, costs=costs), costs).timeline
+    limits = (16.0, 12.0, 8.0, 8.0)
+    for peak, limit in zip(timeline.peak_memory, limits, strict=True):
+        assert peak <= limit
+
+
+def test_names_and_aliases():
+    assert set(families.names()) >= set(FAMILIES)
+    assert "forward_only" not in families.names()
+    assert families.get("ZBV") is families.get("zb-v")
+    assert families.get("zb_h1") is families.get("zb-h1")
+    for name in families.names():
+        text = families.get(name).description
+        assert all(word in text for word in ("Source:", "Memory:", "Bubble:", "se it")), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f2b", 4, 8), "unknown schedule '1f2b'; did you mean '1f1b'"),
+        (("1f1b", 4, 0), "'1f1b' with 0 microbatches"),
+        (("1f1b", 0, 4), "0 ranks"),
+    ],
+)
+def test_impossible_requests(arguments, message):
+    with pytest.raises(UserError, match=message):
+        families.build(*arguments)
+
+
+def test_impossible_chunks_and_costs():
+    with pytest.raises(UserError, match=r"has 1 stage\(s\) per rank, 2 were asked for"):
+        families.build("zb-h1", 4, 8, chunks=2)
+    with pytest.raises(UserError, match="has 8 stages, the costs have 4"):
+        families.build("zb-v", 4, 8, costs=Costs.uniform(4))
+
+
+TOY = '''
+"""One microbatch at a time."""
+from zerobubble.schedule.ops import Kind, Op
+from zerobubble.schedule.placement import linear
+
+NAME = "one-at-a-time"
+
+def placement(ranks, chunks):
+    return linear(ranks)
+
+def orders(placement, microbatches, costs):
+    return [
+        [Op(kind, rank, j) for j in range(microbatches) for kind in (Kind.F, Kind.BW)]
+        for rank in range(placement.ranks)
+    ]
+'''
+
+
+def test_a_new_family_is_one_new_file(tmp_path, monkeypatch):
+    (tmp_path / "one_at_a_time.py").write_text(TOY)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    families._families.cache_clear()
+    try:
+        assert "one-at-a-time" in families.names()
+        proof = verify(families.build("one-at-a-time", 3, 2))
+        assert proof.timeline.makespan == 2 * 9
+    finally:
+        families._families.cache_clear()
+
+
+def test_schedule_does_not_import_torch():
+    code = (
+        "import sys, zerobubble.schedule.families as f, zerobubble.schedule.formats; "
+        "import zerobubble.schedule.verify; f.names(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
