@@ -113,6 +113,20 @@ def test_interleaved_follows_its_formula(case):
     assert timeline.longest_span_bubble_rate == pytest.approx(rate(2 * p * v_ - 2))
 
 
+ZB_V = [
+    case for case in PAPER["cases"] if case["name"] in ("zbv-14.6B-p24-m72", "zbv-28.3B-p32-m96")
+]
+
+
+@pytest.mark.parametrize("case", ZB_V, ids=lambda case: case["name"])
+def test_zb_v_meets_published_rates_on_their_profiles(case):
+    times = case["times_from_authors_code_per_chunk"]
+    stage = (2 * times["F"], 2 * times["B"], 2 * times["W"])
+    timeline = run("zb-v", case["p"], case["m"], stage, times["T_comm"], chunks=2)
+    assert timeline.longest_span_bubble_rate <= case["published_bubble_rate"]["ZB-V"]
+    assert max(timeline.peak_memory) <= case["p"]
+
+
 def test_longest_span_of_zb_v_has_no_bubble():
     timeline = run("zb-v", 4, 8, chunks=2)
     assert timeline.longest_span == 24

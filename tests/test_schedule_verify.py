@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zerobubble.schedule.simulate as simulation
+from zerobubble.errors import UserError
 from zerobubble.schedule import errors, families
+from zerobubble.schedule import verify as verification
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.lower import Channel, Compute, Post, Program, Send, Wait, lower
 from zerobubble.schedule.ops import Kind, Op
@@ -258,6 +259,13 @@ def test_memory_limit_names_rank_peak_limit_and_shortfall():
     with pytest.raises(errors.MemoryLimitError, match=r"rank 3 needs 4 of memory.* 3: 1 short"):
         verify(schedule, costs)
     verify(schedule, replace(costs, memory_limit=(4.0,) * 4))
+    with pytest.raises(UserError, match="2 entries for 4 ranks"):
+        verify(schedule, replace(costs, memory_limit=(4.0,) * 2))
+
+
+def test_a_schedule_of_nothing_is_refused():
+    with pytest.raises(errors.UnknownMicrobatchError, match="0 microbatches"):
+        verify(Schedule("empty", linear(1), 0, ((),)))
 
 
 def test_receives_that_block_the_compute_behind_them(monkeypatch):
@@ -276,7 +284,7 @@ def test_receives_that_block_the_compute_behind_them(monkeypatch):
 
     schedule = families.build("1f1b", 3, 6)
     verify(schedule)
-    monkeypatch.setattr(simulation, "lower", eager)
+    monkeypatch.setattr(verification, "lower", eager)
     with pytest.raises(errors.BlockingReceiveError, match=r"rank 0, op \d+ .*delays it from"):
         verify(schedule)
 

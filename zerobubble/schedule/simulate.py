@@ -7,6 +7,7 @@ the boundary's latency after the op that made it ended, whenever its receive was
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Literal
 
@@ -18,7 +19,7 @@ from zerobubble.schedule.errors import (
     RowCountError,
     UnknownStageError,
 )
-from zerobubble.schedule.lower import Channel, Compute, Send, Wait, lower
+from zerobubble.schedule.lower import Channel, Compute, Program, Send, Wait, lower
 from zerobubble.schedule.ops import Kind, Op
 from zerobubble.schedule.schedule import Schedule
 from zerobubble.schedule.timeline import TimedOp, Timeline
@@ -30,14 +31,19 @@ _Result = tuple[bool, int, int, int]
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, receives: Receives = "free", *, unit: str = "ms"
+    schedule: Schedule,
+    costs: Costs,
+    receives: Receives = "free",
+    *,
+    unit: str = "ms",
+    programs: Sequence[Program] | None = None,
 ) -> Timeline:
     """The timeline of `schedule` under `costs`, in the costs' unit (named by `unit`).
 
     `receives="free"`: only the op that needs a tensor waits for it. `"block"`: the lowered
-    programs are run, and a rank stops at each receive until the tensor is there. Peak memory
-    is filled in: see `peak_memory`. Costs are those of one op, so of one slice where the
-    schedule has several.
+    programs are run (`programs`, where they are at hand), and a rank stops at each receive
+    until the tensor is there. Peak memory is filled in: see `peak_memory`. Costs are those of
+    one op, so of one slice where the schedule has several.
 
     Raises DeadlockError, naming rank and op, when an op waits for what never comes, and
     MispairingError (with "block") when a receive meets another tensor.
@@ -53,7 +59,10 @@ def simulate(
         for position, op in enumerate(order):
             if not 0 <= op.stage < costs.stages:
                 raise UnknownStageError.at(rank, position, op, f"there are {costs.stages} stages")
-    rows = _free(schedule, costs) if receives == "free" else _block(schedule, costs)
+    if receives == "free":
+        rows = _free(schedule, costs)
+    else:
+        rows = _block(schedule, costs, programs or lower(schedule))
     return Timeline(
         name=schedule.name,
         placement=schedule.placement,
@@ -160,8 +169,7 @@ def _describe(result: _Result) -> str:
     )
 
 
-def _block(schedule: Schedule, costs: Costs) -> list[list[TimedOp]]:
-    programs = [program.instructions for program in lower(schedule)]
+def _block(schedule: Schedule, costs: Costs, programs: Sequence[Program]) -> list[list[TimedOp]]:
     latency = _latency(schedule, costs)
     crosses = schedule.placement.crosses
     done: set[_Result] = set()
@@ -173,7 +181,7 @@ def _block(schedule: Schedule, costs: Costs) -> list[list[TimedOp]]:
     runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
-        program, row = programs[rank], rows[rank]
+        program, row = programs[rank].instructions, rows[rank]
         while position[rank] < len(program):
             step = program[position[rank]]
             if isinstance(step, Compute):

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zerobubble.errors import UserError
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.errors import (
     BlockingReceiveError,
@@ -66,7 +67,7 @@ def verify(
     costs = costs or Costs.uniform(schedule.placement.stages)
     free = simulate(schedule, costs)
     _verify_memory(free, costs)
-    blocking = simulate(schedule, costs, receives="block")
+    blocking = simulate(schedule, costs, receives="block", programs=programs)
     if blocking.makespan > free.makespan * (1 + _TOLERANCE):
         raise _first_blocked(free, blocking)
     return Proof(programs, free)
@@ -178,6 +179,11 @@ def _peer(step: Post | Send) -> int:
 def _verify_ops(schedule: Schedule) -> None:
     """Every op once, on its rank, of a known stage and microbatch; backwards not mixed."""
     placement = schedule.placement
+    if schedule.microbatches < 1 or schedule.slices < 1:
+        raise UnknownMicrobatchError(
+            f"the schedule has {schedule.microbatches} microbatches of {schedule.slices} slices; "
+            "both must be at least 1"
+        )
     if len(schedule.orders) != placement.ranks:
         raise RowCountError(
             f"the schedule has {len(schedule.orders)} rows, its placement "
@@ -264,6 +270,9 @@ def _rank_in_order(op: Op) -> tuple[int, int]:
 def _verify_memory(timeline: Timeline, costs: Costs) -> None:
     if costs.memory_limit is None or timeline.peak_memory is None:
         return
+    ranks, limits = len(timeline.peak_memory), len(costs.memory_limit)
+    if limits != ranks:
+        raise UserError(f"memory_limit has {limits} entries for {ranks} ranks; give one per rank")
     for rank, (peak, limit) in enumerate(
         zip(timeline.peak_memory, costs.memory_limit, strict=True)
     ):
