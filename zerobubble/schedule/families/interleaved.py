@@ -3,8 +3,9 @@
 Source: Narayanan et al., arXiv 2104.04473; the order of Megatron-LM where p divides m. Any other
 m takes the order for the next multiple of p and leaves out the microbatches that do not exist,
 which cannot deadlock: an order without some microbatches waits for nothing new. Memory: rank 0
-holds (p - 1) / v + p microbatches at most. Bubble: (p - 1)(F + BW) / v. Use it where links are
-fast (v times as many transfers) and memory allows.
+holds (p - 1) / v + p microbatches at most. Bubble: (p - 1)(F + BW) / v where p divides m,
+between that and 1F1B's otherwise. Use it where links are fast (v times as many transfers) and
+memory allows.
 """
 
 from __future__ import annotations
