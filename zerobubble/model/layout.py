@@ -13,9 +13,9 @@ def layers_per_stage(
     """Layers of each stage, in layer order; they always add up to `config.layers`.
 
     The layers must divide over the stages, or `allow_padding` must be set: then they are
-    spread as evenly as FLOPs ask. One by one, each goes where the stage's FLOPs, then its
-    rank's, are the least with it, on a tie not to the embedding's or the head's stage; as all
-    layers cost the same, no other spread has a smaller largest stage.
+    spread as evenly as FLOPs ask. One by one, each goes where the stage's FLOPs are the least
+    with it, on a tie not to the embedding's or the head's stage, then to the least loaded
+    rank; as all layers cost the same, no other spread has a smaller largest stage.
 
     Raises UserError if the layers do not divide and padding is not allowed.
     """
@@ -35,10 +35,10 @@ def layers_per_stage(
     rank_load = [0] * placement.ranks
     rank_load[placement.rank_of[-1]] += head
 
-    def cost(stage: int) -> tuple[int, int, bool, int]:
+    def cost(stage: int) -> tuple[int, bool, int, int]:
         at_an_end = stage in (0, stages - 1)
         rank = placement.rank_of[stage]
-        return stage_load[stage] + layer, rank_load[rank] + layer, at_an_end, stage
+        return stage_load[stage] + layer, at_an_end, rank_load[rank], stage
 
     for _ in range(config.layers):
         stage = min(range(stages), key=cost)
