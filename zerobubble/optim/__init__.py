@@ -1,0 +1,1 @@
+"""What turns accumulated gradients into new weights. Nothing distributed is in here."""

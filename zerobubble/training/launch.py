@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from zerobubble.errors import UserError
 
@@ -27,7 +28,7 @@ def rank_and_world() -> tuple[int, int]:
 def join(timeout: timedelta = timedelta(minutes=10)) -> None:
     """Initialise torch.distributed over Gloo; a single process needs no launcher."""
     if rank_and_world()[1] == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("gloo", timeout=timeout)
 
