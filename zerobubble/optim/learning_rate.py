@@ -19,7 +19,7 @@ class LearningRate:
 
     highest: float
     lowest: float
-    warmup_samples: int
+    warmup_samples: float
     decay_samples: int
     style: DecayStyle
 
