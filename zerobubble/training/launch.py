@@ -9,9 +9,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
 from zerobubble.errors import UserError
 
 T = TypeVar("T")
@@ -25,8 +22,18 @@ def rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Initialise torch.distributed over Gloo; a single process needs no launcher."""
+def join(backend: str | None, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Initialise torch.distributed over Gloo; a single process needs no launcher.
+
+    Raises UserError for `nccl` without a GPU, and with one until that transport exists.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    if backend == "nccl":
+        found = "no GPU is here" if not torch.cuda.is_available() else "it is not there yet"
+        raise UserError(f"--distributed-backend nccl: {found}; use gloo, on CPUs")
     if rank_and_world()[1] == 1:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
@@ -38,6 +45,8 @@ def agree(prepare: Callable[[], T]) -> T:
 
     Collective over the default group.
     """
+    import torch.distributed as dist
+
     message: str | None = None
     value: T | None = None
     try:
@@ -67,3 +76,11 @@ def die(program: str, error: BaseException, iteration: int) -> NoReturn:
     """Leave at once from within training, so that the other ranks see the closed connections."""
     print(f"{program}: error: iteration {iteration}, {error}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def leave() -> None:
+    """The end of a run: wait for everybody, then close the groups."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()

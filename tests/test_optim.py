@@ -1,0 +1,144 @@
+"""Learning rate, loss scale, norm and AdamW against closed forms and Megatron's behaviour."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from zerobubble.optim.learning_rate import LearningRate
+from zerobubble.optim.loss_scale import DynamicLossScale, StaticLossScale
+from zerobubble.optim.norm import clip_coefficient, global_norm
+from zerobubble.optim.optimizer import Optimizer
+
+
+def test_warm_up_starts_at_zero_and_ends_at_the_highest() -> None:
+    rate = LearningRate(1.5e-4, 1e-5, 51.2, 5120, "cosine")
+    assert rate.at(0) == 0.0
+    assert rate.at(16) == pytest.approx(1.5e-4 * 16 / 51.2)
+    assert rate.at(5120) == pytest.approx(1e-5)
+    assert rate.at(10**6) == 1e-5
+
+
+def test_the_first_line_of_a_published_log() -> None:
+    # lr 1.5e-4, warm-up 1% of 320000 iterations, global batch 64: Megatron prints 4.687E-08.
+    rate = LearningRate(1.5e-4, 1e-5, 0.01 * 320000 * 64, 320000 * 64, "cosine")
+    assert f"{rate.at(64):.3E}" == "4.687E-08"
+
+
+@pytest.mark.parametrize(
+    ("style", "samples", "expected"),
+    [
+        ("constant", 10**9, 1.0),
+        ("linear", 60, 0.1 + 0.9 * 0.5),
+        ("cosine", 60, 0.1 + 0.9 * 0.5),
+        ("cosine", 40, 0.1 + 0.9 * (math.cos(math.pi / 4) + 1) / 2),
+        ("inverse-square-root", 80, 0.5),
+        ("inverse-square-root", 100, math.sqrt(0.2)),
+        ("linear", 101, 0.1),
+    ],
+)
+def test_decay(style: str, samples: int, expected: float) -> None:
+    rate = LearningRate(1.0, 0.1, 20, 100, style)  # type: ignore[arg-type]
+    assert rate.at(samples) == pytest.approx(expected)
+
+
+def scales(scaler: DynamicLossScale, overflows: str) -> list[float]:
+    found = []
+    for letter in overflows:
+        scaler.update(letter == "x")
+        found.append(scaler.scale)
+    return found
+
+
+def test_dynamic_loss_scale_tolerates_then_halves_then_doubles() -> None:
+    scaler = DynamicLossScale(initial=16.0, lowest=2.0, window=3, hysteresis=2)
+    # The first overflow is tolerated; then every one halves, down to the lowest.
+    assert scales(scaler, "xxxxx") == [16, 8, 4, 2, 2]
+    # Growth needs a window of clean steps, and refills the tolerance.
+    assert scales(scaler, "..x...") == [2, 2, 2, 2, 2, 4]
+    assert scales(scaler, "xx") == [4, 2]
+
+
+def test_dynamic_loss_scale_is_megatrons() -> None:
+    grad_scaler = pytest.importorskip("megatron.core.optimizer.grad_scaler")
+    generator = torch.Generator().manual_seed(0)
+    overflows = "".join("x" if x < 0.2 else "." for x in torch.rand(300, generator=generator))
+    theirs = grad_scaler.DynamicGradScaler.__new__(grad_scaler.DynamicGradScaler)
+    theirs._scale = torch.tensor([2.0**10])
+    theirs.min_scale = torch.tensor([1.0])
+    theirs.growth_factor, theirs.backoff_factor = torch.tensor([2.0]), torch.tensor([0.5])
+    theirs.growth_interval, theirs.hysteresis = 4, 2
+    theirs._growth_tracker, theirs._hysteresis_tracker = 0, 2
+    expected = []
+    for letter in overflows:
+        theirs.update(letter == "x")
+        expected.append(theirs.scale.item())
+    assert scales(DynamicLossScale(2.0**10, 1.0, 4, 2), overflows) == expected
+
+
+def test_loss_scale_continues_from_a_checkpoint() -> None:
+    first = DynamicLossScale(16.0, 1.0, 3, 2)
+    scales(first, ".x..")
+    second = DynamicLossScale()
+    second.load_state_dict(first.state_dict())
+    second._window, second._hysteresis = 3, 2
+    assert scales(first, "x.x....") == scales(second, "x.x....")
+    assert StaticLossScale(8.0).scale == 8.0
+
+
+def test_the_norm_is_that_of_all_gradients() -> None:
+    assert global_norm([9.0, 16.0]) == 5.0
+    assert clip_coefficient(5.0, 1.0) == pytest.approx(0.2)
+    assert clip_coefficient(0.5, 1.0) == 1.0
+    assert clip_coefficient(5.0, 0.0) == 1.0
+    assert not math.isfinite(global_norm([1.0, math.inf]))
+    assert not math.isfinite(global_norm([1.0, math.nan]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_step_is_adamw_and_only_matrices_decay(dtype: torch.dtype) -> None:
+    linear = nn.Linear(3, 2).to(dtype)
+    before = {n: p.detach().float().clone() for n, p in linear.named_parameters()}
+    optimizer = Optimizer(
+        dict(linear.named_parameters()), weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8
+    )
+    for parameter in linear.parameters():
+        parameter.main_grad.fill_(4.0)  # type: ignore[union-attr, operator]
+    optimizer.unscale(0.5)
+    assert optimizer.squares() == [24.0, 8.0]
+    optimizer.step(0.01, 0.25)
+    # After bias correction the first step of Adam is the gradient's sign.
+    expected = {
+        "weight": before["weight"] * (1 - 0.01 * 0.1) - 0.01,
+        "bias": before["bias"] - 0.01,
+    }
+    for name, master in optimizer.masters.items():
+        assert torch.allclose(master, expected[name], atol=1e-6), name
+        assert torch.equal(dict(linear.named_parameters())[name], master.to(dtype))
+    optimizer.zero_grad()
+    assert optimizer.squares() == [0.0, 0.0]
+
+
+def test_state_continues_bitwise() -> None:
+    def make() -> tuple[nn.Linear, Optimizer]:
+        torch.manual_seed(0)
+        linear = nn.Linear(3, 2)
+        names = dict(linear.named_parameters())
+        return linear, Optimizer(names, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+
+    def step(linear: nn.Linear, optimizer: Optimizer, value: float) -> None:
+        for parameter in linear.parameters():
+            parameter.main_grad.fill_(value)  # type: ignore[union-attr, operator]
+        optimizer.step(0.01, 1.0)
+
+    one, first = make()
+    step(one, first, 1.0)
+    other, second = make()
+    second.load_state_dict({n: dict(s) for n, s in first.state_dict().items()})
+    for value in (2.0, -3.0):
+        step(one, first, value)
+        step(other, second, value)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
