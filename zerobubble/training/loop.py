@@ -13,7 +13,6 @@ import torch
 from zerobubble.data.datasets import Datasets, build_datasets
 from zerobubble.data.loader import Loader
 from zerobubble.data.tokenizer import build_tokenizer
-from zerobubble.errors import UserError
 from zerobubble.model.batch import Batch
 from zerobubble.model.layout import layers_per_stage
 from zerobubble.model.seeds import mix
@@ -50,7 +49,9 @@ class Training:
         """Samples of the iterations that updated the weights: they move the learning rate."""
         run, pipeline = arguments.run, arguments.pipeline
         self.schedule = pipeline.schedule(arguments.batch.microbatches)
-        tokenizer_size, self.datasets = agree(lambda: _datasets(arguments))
+        # The first rank writes indices that the others then read.
+        first = agree(lambda: _datasets(arguments) if rank == 0 else None)
+        tokenizer_size, self.datasets = agree(lambda: first or _datasets(arguments))
         self.config = arguments.model_config(tokenizer_size)
         self.layout = layers_per_stage(
             self.config, self.schedule.placement, allow_padding=pipeline.allow_padding
@@ -167,7 +168,7 @@ class Training:
         """The mean loss of evaluation `number` (from 0), which has samples of its own."""
         arguments = self.arguments
         dataset = getattr(self.datasets, split)
-        if dataset is None or len(dataset) == 0:
+        if dataset is None:
             return
         batch, iterations = arguments.batch, arguments.run.eval_iterations
         loader = Loader(
@@ -221,6 +222,12 @@ class Training:
         arguments = self.arguments
         for note in arguments.notes:
             self._print(f"note: {note}")
+        if arguments.run.eval_iterations:
+            for name in ("valid", "test"):
+                if getattr(self.datasets, name) is None:
+                    self._print(
+                        f"note: --split {arguments.data.split} leaves no {name} data to evaluate"
+                    )
         weights = sum(p.numel() for p in self.parameters.values())
         total = agree_sum(weights)
         placement = self.schedule.placement
@@ -298,8 +305,6 @@ def _datasets(arguments: Arguments) -> tuple[int, Datasets]:
             evaluation,
         ),
     )
-    if len(datasets.train) == 0:
-        raise UserError(f"--split {data.split} leaves nothing to train on")
     return size, datasets
 
 

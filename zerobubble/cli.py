@@ -1,0 +1,65 @@
+"""The `zerobubble` command."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from zerobubble.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def zerobubble() -> None:
+    """Plan, run and explain pipeline-parallel training."""
+
+
+@app.command()
+def preprocess(
+    input: Annotated[
+        list[str], typer.Option(help="JSON lines (.json, .jsonl) or plain text, one document each")
+    ],
+    output_prefix: Annotated[str, typer.Option(help="writes PREFIX.bin and PREFIX.idx")],
+    tokenizer_type: Annotated[
+        str | None, typer.Option(help="GPT2BPETokenizer, SentencePieceTokenizer or bytes")
+    ] = None,
+    vocab_file: Annotated[str | None, typer.Option(help="of GPT2BPETokenizer")] = None,
+    merge_file: Annotated[str | None, typer.Option(help="of GPT2BPETokenizer")] = None,
+    tokenizer_model: Annotated[str | None, typer.Option(help="SentencePiece model")] = None,
+    json_key: Annotated[str, typer.Option(help="where a JSON line has its text")] = "text",
+    append_eod: Annotated[bool, typer.Option(help="end every document with that token")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="processes that tokenize")] = 1,
+) -> None:
+    """Turn text into Megatron's .bin/.idx, for pretrain_gpt.py --data-path PREFIX."""
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    from zerobubble.data.preprocess import preprocess as run
+    from zerobubble.data.tokenizer import build_tokenizer
+
+    columns = SpinnerColumn(), TextColumn("documents"), MofNCompleteColumn()
+    with Progress(*columns, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("documents", total=None)
+        written = run(
+            input,
+            output_prefix,
+            partial(build_tokenizer, tokenizer_type, vocab_file, merge_file, tokenizer_model),
+            json_key=json_key,
+            append_eod=append_eod,
+            workers=workers,
+            advance=lambda count: progress.advance(task, count),
+        )
+    print(f"wrote {written.documents} documents, {written.tokens} tokens")
+    print(f"train with: --data-path {written.prefix}")
+
+
+def main() -> None:
+    """Run the command; a UserError is one line on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"zerobubble: error: {error}", file=sys.stderr)
+        sys.exit(2)
