@@ -112,7 +112,8 @@ class _LinearFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
+        # Cut off from its graph: what W holds must not keep the graph alive with it.
+        x = ctx.saved_tensors[0].detach()
         parameter: nn.Parameter = ctx.parameter
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
