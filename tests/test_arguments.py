@@ -1,0 +1,198 @@
+"""The command line: what it means, and one clear line for everything that cannot be done."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from zerobubble.errors import UserError
+from zerobubble.training.arguments import Arguments, parse
+from zerobubble.training.flags import build_parser, known_flags
+
+SCRIPT = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --sequence-parallel "
+    "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 8192 --micro-batch-size 2 --global-batch-size 16 --lr 0.00015 "
+    "--train-iters 20 --lr-decay-iters 320 --lr-decay-style cosine --min-lr 1.0e-5 "
+    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 "
+    "--initial-loss-scale 16384 --attention-softmax-in-fp32 --data-path PREFIX "
+    "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1 "
+    "--log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 1 "
+    "--untie-embeddings-and-output-weights --enable-zb-runtime "
+    "--no-pre-communication-optimization --transformer-impl local "
+    "--no-create-attention-mask-in-dataloader --use-legacy-models --distributed-backend gloo"
+)
+BASE = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 10 "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+def read(text: str) -> Arguments:
+    return parse(text.split())
+
+
+def test_an_ordinary_script_is_read_as_it_is() -> None:
+    arguments = read(SCRIPT)
+    assert arguments.pipeline.ranks == 4
+    assert arguments.pipeline.family.name == "1f1b"
+    assert arguments.batch.microbatches == 8
+    assert arguments.precision.dtype == "fp16"
+    assert arguments.precision.initial_loss_scale == 16384
+    assert arguments.data.path == ("PREFIX",)
+    config = arguments.model_config(50257)
+    assert (config.vocab, config.ffn_hidden, config.head_size) == (50304, 256, 16)
+    assert (config.hidden_dropout, config.attention_dropout, config.norm_epsilon) == (
+        0.1,
+        0.1,
+        1e-5,
+    )
+    rate = arguments.optimizer.learning_rate
+    assert (rate.warmup_samples, rate.decay_samples) == (pytest.approx(51.2), 5120)
+    first = arguments.notes[0]
+    for flag in ("--use-legacy-models", "--transformer-impl", "--attention-softmax-in-fp32"):
+        assert flag in first
+    assert len(arguments.notes) == 2
+    assert "--sequence-parallel is off" in arguments.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "stages"),
+    [
+        ("", "1f1b", 1),
+        ("--enable-zb-runtime", "1f1b", 1),
+        ("--enable-zb-runtime --enable-zero-bubble", "zb-h1", 1),
+        ("--enable-zb-runtime --enable-zero-bubble --zero-bubble-v-schedule", "zb-v", 2),
+        ("--num-layers-per-virtual-pipeline-stage 1", "interleaved", 4),
+        ("--schedule gpipe", "gpipe", 1),
+        ("--schedule ZB_V --zero-bubble-v-schedule", "zb-v", 2),
+    ],
+)
+def test_flags_choose_the_schedule(flags: str, name: str, stages: int) -> None:
+    pipeline = read(f"{BASE} --pipeline-model-parallel-size 2 {flags}").pipeline
+    assert pipeline.family.name == name
+    assert pipeline.placement.chunks == stages
+
+
+def test_defaults_are_megatrons() -> None:
+    arguments = read(f"{BASE} --fp16")
+    precision = arguments.precision
+    assert precision.initial_loss_scale == 2**32
+    assert precision.loss_scale is None
+    assert (precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis) == (
+        1.0,
+        1000,
+        2,
+    )
+    assert arguments.seed == 1234
+    assert arguments.optimizer.betas == (0.9, 0.999)
+    assert (arguments.optimizer.clip_grad, arguments.optimizer.weight_decay) == (1.0, 0.01)
+    assert arguments.run.eval_interval == 1000
+    assert read(f"{BASE} --swiglu --hidden-size 4096").model.ffn_hidden == 10880
+    assert read(f"{BASE} --ffn-hidden-size 11 --swiglu").model.ffn_hidden == 11
+    grouped = read(f"{BASE} --group-query-attention --num-query-groups 2").model
+    assert grouped.query_groups == 2
+
+
+def test_samples_instead_of_iterations() -> None:
+    text = BASE.replace("--train-iters 10", "--train-samples 83")
+    arguments = read(f"{text} --lr-decay-samples 64 --lr-warmup-samples 8")
+    assert arguments.run.iterations == 10
+    assert arguments.optimizer.learning_rate.warmup_samples == 8
+    assert arguments.optimizer.learning_rate.decay_samples == 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is not there yet"),
+        ("--recompute-activations", "--recompute-activations: recomputation is not there yet"),
+        ("--recompute-granularity full", "--recompute-granularity: recomputation is not"),
+        ("--enable-optimizer-post-validation", "post-validation is not there yet; remove it"),
+        ("--zero-buble-v-schedule", "nearest known one is --zero-bubble-v-schedule"),
+        ("--num-layer 3", "unknown flag --num-layer; the nearest known one is --num-layers"),
+        ("stray", "'stray' belongs to no flag"),
+        ("--num-layers x", "--num-layers: invalid int value: 'x'"),
+        ("--num-layers 0", "--num-layers: 0 must be at least 1"),
+        ("--hidden-size 30", "--hidden-size 30 does not divide over --num-attention-heads 4"),
+        (
+            "--global-batch-size 7 --micro-batch-size 2",
+            "7 is not a multiple of --micro",
+        ),
+        ("--global-batch-size 0", "--global-batch-size: 0 must be at least 1"),
+        ("--eval-micro-batch-size 3", "8 is not a multiple of --eval-micro-batch-size 3"),
+        ("--max-position-embeddings 8", "8 is less than --seq-length 16"),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "4 do not divide over --num-query",
+        ),
+        ("--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention"),
+        ("--min-lr 1", "--min-lr 1.0 is above --lr 0.001"),
+        ("--lr nan", "--lr: nan must be a finite number"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction .1", "or --lr-warmup-iters, not both"),
+        ("--lr-warmup-iters 10", "the warm-up of 10 iters does not end before the decay at 10"),
+        ("--lr-decay-samples 5", "--lr-decay-samples does not go with --train-iters"),
+        ("--train-samples 5", "give --train-iters or --train-samples, not both"),
+        ("--fp16 --bf16", "give --fp16 or --bf16, not both"),
+        ("--initial-loss-scale 8", "--initial-loss-scale needs --fp16"),
+        ("--fp16 --loss-scale 0", "--loss-scale 0 would scale every loss to nothing"),
+        ("--schedule zbx", "unknown schedule 'zbx'"),
+        ("--schedule 1f1b --enable-zero-bubble", "--enable-zero-bubble means schedule zb-h1"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "8 layers do not divide over 1 ranks"),
+        ("--save-interval 5", "--save-interval 5 needs --save"),
+        ("--mock-data --data-path x", "give --mock-data or --data-path, not both"),
+        ("--profile --profile-step-start 10", "--profile-step-start 10 is not"),
+        ("--hidden-dropout 1", "--hidden-dropout: 1 must be below 1"),
+        ("--kv-channels 7 --use-rotary-position-embeddings", "need an even head size, not 7"),
+        ("--normalization Batch", "--normalization: invalid choice: 'Batch'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(flags: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(f"{BASE} {flags}")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_tied_weights_name_the_flag_to_add() -> None:
+    with pytest.raises(UserError, match="add --untie-embeddings-and-output-weights"):
+        read(BASE.replace("--untie-embeddings-and-output-weights", ""))
+
+
+def test_missing_flags_are_all_named() -> None:
+    with pytest.raises(UserError) as error:
+        parse([])
+    for flag in ("--num-layers", "--hidden-size", "--seq-length", "--lr", "--train-iters"):
+        assert flag in str(error.value)
+
+
+def test_the_number_of_processes_must_fit() -> None:
+    arguments = read(f"{BASE} --pipeline-model-parallel-size 4")
+    arguments.check_world(4)
+    with pytest.raises(UserError, match=r"3 processes are not a multiple .* 4; start 4: torchrun"):
+        arguments.check_world(3)
+    with pytest.raises(UserError, match=r"8 processes over 4 .* data parallelism of 2"):
+        arguments.check_world(8)
+
+
+def test_the_vocabulary_is_padded_never_cut() -> None:
+    arguments = read(f"{BASE} --vocab-size 300 --make-vocab-size-divisible-by 64")
+    assert arguments.model_config(257).vocab == 320
+    with pytest.raises(UserError, match="--vocab-size 300 is less than the tokenizer's 301"):
+        arguments.model_config(301)
+
+
+def test_help_is_complete_and_needs_no_torch() -> None:
+    code = (
+        "import sys; from zerobubble.training.arguments import parse\n"
+        "try: parse(['--help'])\n"
+        "except SystemExit: assert 'torch' not in sys.modules"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for flag in known_flags(build_parser()):
+        assert flag in printed
