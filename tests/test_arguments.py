@@ -55,8 +55,27 @@ def test_an_ordinary_script_is_read_as_it_is() -> None:
     first = arguments.notes[0]
     for flag in ("--use-legacy-models", "--transformer-impl", "--attention-softmax-in-fp32"):
         assert flag in first
-    assert len(arguments.notes) == 2
-    assert "--sequence-parallel is off" in arguments.notes[1]
+    assert arguments.notes[1:] == (
+        "no effect without --save: --save-interval",
+        "--sequence-parallel is off: --tensor-model-parallel-size is 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "placement"),
+    [
+        ("", "1f1b", (0, 1, 2, 3)),
+        ("--pipeline-model-parallel-size 2", "1f1b", (0, 1)),
+        ("--zero-bubble-v-schedule", "zb-v", (0, 1, 2, 3, 3, 2, 1, 0)),
+        ("--num-layers-per-virtual-pipeline-stage 3", "interleaved", (0, 1, 2, 3) * 2),
+    ],
+)
+def test_the_same_script_on_other_pipelines(
+    flags: str, name: str, placement: tuple[int, ...]
+) -> None:
+    pipeline = read(f"{SCRIPT} {flags}").pipeline
+    assert pipeline.family.name == name
+    assert pipeline.placement.rank_of == placement
 
 
 @pytest.mark.parametrize(
@@ -103,6 +122,48 @@ def test_samples_instead_of_iterations() -> None:
     assert arguments.run.iterations == 10
     assert arguments.optimizer.learning_rate.warmup_samples == 8
     assert arguments.optimizer.learning_rate.decay_samples == 64
+    # Without --lr-decay-samples it is what --train-samples says, not whole iterations of it.
+    rate = read(f"{text} --lr-warmup-fraction .1").optimizer.learning_rate
+    assert (rate.decay_samples, rate.warmup_samples) == (83, pytest.approx(8.3))
+
+
+def test_padding_counts_places_for_stages() -> None:
+    text = f"{BASE} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
+    pipeline = read(f"{text} --num-layers 14 --allow-padding-num-layers").pipeline
+    assert pipeline.chunks == 2
+    with pytest.raises(UserError, match=r"14 layers do not divide .* of 2 .*; use 16 layers"):
+        read(f"{text} --num-layers 14")
+    with pytest.raises(UserError, match=r"9 layers \(12 places with padding\) .*; use 16 layers"):
+        read(f"{text} --num-layers 9 --allow-padding-num-layers")
+
+
+def test_loss_scale_zero_is_dynamic() -> None:
+    assert read(f"{BASE} --fp16 --loss-scale 0").precision.loss_scale is None
+    assert read(f"{BASE} --fp16 --loss-scale 128").precision.loss_scale == 128
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--save-interval 5", "no effect without --save: --save-interval"),
+        (
+            "--profile-step-start 3 --trace-path x",
+            "no effect without --profile: --profile-step-start --trace-path",
+        ),
+        (
+            "--bf16 --initial-loss-scale 65536",
+            "no effect without --fp16 and a loss scale that is not constant: --initial-loss-scale",
+        ),
+        (
+            "--fp16 --loss-scale 8 --hysteresis 3",
+            "no effect without --fp16 and a loss scale that is not constant: --hysteresis",
+        ),
+    ],
+)
+def test_flags_that_change_nothing_are_said(flags: str, note: str) -> None:
+    arguments = read(f"{BASE} {flags}")
+    assert arguments.notes == (note,)
+    assert arguments.run.save_interval is None
 
 
 @pytest.mark.parametrize(
@@ -137,12 +198,13 @@ def test_samples_instead_of_iterations() -> None:
         ("--lr-decay-samples 5", "--lr-decay-samples does not go with --train-iters"),
         ("--train-samples 5", "give --train-iters or --train-samples, not both"),
         ("--fp16 --bf16", "give --fp16 or --bf16, not both"),
-        ("--initial-loss-scale 8", "--initial-loss-scale needs --fp16"),
-        ("--fp16 --loss-scale 0", "--loss-scale 0 would scale every loss to nothing"),
+        ("--loss-scale 8", "--loss-scale needs --fp16"),
+        ("--fp16 --initial-loss-scale 0", "--initial-loss-scale 0 would scale every loss"),
+        ("--fp16 --initial-loss-scale 0.5", "0.5 is below --min-loss-scale 1.0"),
+        ("--rotary-base 0 --position-embedding-type rope", "--rotary-base 0 has no frequencies"),
         ("--schedule zbx", "unknown schedule 'zbx'"),
         ("--schedule 1f1b --enable-zero-bubble", "--enable-zero-bubble means schedule zb-h1"),
         ("--num-layers-per-virtual-pipeline-stage 3", "8 layers do not divide over 1 ranks"),
-        ("--save-interval 5", "--save-interval 5 needs --save"),
         ("--mock-data --data-path x", "give --mock-data or --data-path, not both"),
         ("--profile --profile-step-start 10", "--profile-step-start 10 is not"),
         ("--hidden-dropout 1", "--hidden-dropout: 1 must be below 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,30 @@ def test_the_first_line_of_a_published_log() -> None:
 def test_decay(style: str, samples: int, expected: float) -> None:
     rate = LearningRate(1.0, 0.1, 20, 100, style)  # type: ignore[arg-type]
     assert rate.at(samples) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
+@pytest.mark.parametrize("warmup", [0, 16, 51.2])
+def test_the_learning_rate_has_megatrons_bits(style: str, warmup: float) -> None:
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    group: dict[str, float] = {}
+    theirs = scheduler.OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=0.0,
+        max_lr=1.5e-4,
+        min_lr=1e-5,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=320,
+        lr_decay_style=style,
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=320,
+        wd_incr_style="constant",
+    )
+    rate = LearningRate(1.5e-4, 1e-5, warmup, 320, style)  # type: ignore[arg-type]
+    for samples in range(0, 400, 8):
+        assert rate.at(samples) == group["lr"]
+        theirs.step(8)
 
 
 def scales(scaler: DynamicLossScale, overflows: str) -> list[float]:
@@ -87,6 +112,13 @@ def test_loss_scale_continues_from_a_checkpoint() -> None:
     second._window, second._hysteresis = 3, 2
     assert scales(first, "x.x....") == scales(second, "x.x....")
     assert StaticLossScale(8.0).scale == 8.0
+
+
+def test_a_dynamic_loss_scale_continues_from_a_constant_one_at_its_start() -> None:
+    scaler = DynamicLossScale(16.0)
+    scaler.load_state_dict(StaticLossScale(1.0).state_dict())
+    assert scaler.scale == 16.0
+    assert scales(scaler, "xx") == [16, 8]
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:
@@ -142,3 +174,28 @@ def test_state_continues_bitwise() -> None:
         step(one, first, value)
         step(other, second, value)
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_loading_a_state_before_any_step_forgets_the_moments() -> None:
+    settings = {"weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = Optimizer({"w": parameter}, **settings)  # type: ignore[arg-type]
+    start = {n: {k: v.clone() for k, v in s.items()} for n, s in optimizer.state_dict().items()}
+    results = []
+    for _ in range(2):
+        parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+        optimizer.step(0.01, 1.0)
+        results.append(parameter.detach().clone())
+        optimizer.load_state_dict(start)
+    assert torch.equal(*results)
+
+
+def test_a_scale_of_one_and_no_clipping_leave_the_bits_alone() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = Optimizer({"w": parameter}, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    gradient = torch.tensor([1e-45, -0.0, 3.4e38])
+    parameter.main_grad.copy_(gradient)  # type: ignore[attr-defined]
+    optimizer.unscale(1.0)
+    optimizer.step(0.0, 1.0)
+    bits = parameter.main_grad.view(torch.int32)  # type: ignore[attr-defined]
+    assert torch.equal(bits, gradient.view(torch.int32))

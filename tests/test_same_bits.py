@@ -71,11 +71,22 @@ CASES = [
 ] + [Case(3, torch.float32, 0.0, llama=True), Case(8, torch.bfloat16, 0.1, llama=True)]
 
 
+class Recording(Optimizer):
+    """Keeps the gradients that it is asked the squares of: complete, not yet clipped."""
+
+    seen: list[dict[str, torch.Tensor]]
+
+    def squares(self) -> list[float]:
+        gradients = {n: p.main_grad.clone() for n, p in self.parameters.items()}
+        self.seen = [*getattr(self, "seen", []), gradients]
+        return super().squares()
+
+
 def _reference(case: Case) -> dict[str, Any]:
     reference = Reference(case.config, SEED, case.dtype, clip=CLIP)
     steps = [reference.step(case.batches(step), LEARNING_RATE) for step in range(STEPS)]
     return {
-        "gradients": steps[0].gradients,
+        "gradients": [step.gradients for step in steps],
         "losses": [[loss.item() for loss in step.losses] for step in steps],
         "norms": [step.grad_norm for step in steps],
         "weights": reference.weights(),
@@ -92,21 +103,18 @@ def _differences(rank: int, ranks: int, name: str, case: Case, expected: dict[st
         for s in schedule.placement.stages_of(rank)
     }
     parameters = {n: p for s in sorted(modules) for n, p in modules[s].named_parameters()}
-    optimizer = Optimizer(parameters, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8)
+    optimizer = Recording(parameters, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8)
     pipeline = Pipeline(modules, schedule)
     trainer = Trainer(
         pipeline, optimizer, StaticLossScale(1.0), width=16, dtype=case.dtype, clip_grad=CLIP
     )
-    optimizer.zero_grad()
-    pipeline.step(
-        case.batches(0), shape=(2, 8, 16), dtype=case.dtype, loss_gradient=1 / case.microbatches
-    )
-    wrong = [
-        f"gradient of {n}"
-        for n, p in parameters.items()
-        if not torch.equal(p.main_grad, expected["gradients"][n])
-    ]
     steps = [trainer.step(case.batches(step), LEARNING_RATE) for step in range(STEPS)]
+    wrong = [
+        f"gradient of {n} in step {number}"
+        for number, gradients in enumerate(expected["gradients"])
+        for n in parameters
+        if not torch.equal(optimizer.seen[number][n], gradients[n])
+    ]
     if [list(step.losses) for step in steps] != expected["losses"]:
         wrong.append("losses")
     if [step.grad_norm for step in steps] != expected["norms"]:
