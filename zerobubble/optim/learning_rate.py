@@ -32,8 +32,9 @@ class LearningRate:
         if samples > self.decay_samples:
             return self.lowest
         if self.style == "inverse-square-root":
-            root = math.sqrt(max(self.warmup_samples, 1) / max(samples, 1))
-            return max(self.lowest, self.highest * root)
+            # In this order the bits are Megatron-LM's.
+            rate: float = self.highest * max(self.warmup_samples, 1) ** 0.5 / max(samples, 1) ** 0.5
+            return max(self.lowest, rate)
         progress = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         left = 1 - progress if self.style == "linear" else (math.cos(math.pi * progress) + 1) / 2
         return self.lowest + left * (self.highest - self.lowest)

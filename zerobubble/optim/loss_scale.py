@@ -81,7 +81,9 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`; an empty one, of a constant scale, changes nothing."""
+        if not state:
+            return
         self.scale = state["scale"]
         self._clean_steps = state["clean_steps"]
         self._tolerance = state["tolerance"]

@@ -89,12 +89,16 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continue from `state_dict`, of this or any other cut of the model."""
+        """Continue from `state_dict`, of this or any other cut of the model.
+
+        Masters and moments only: low-precision parameters are the caller's to load.
+        """
         for name, master in self.masters.items():
             values = dict(state[name])
             with torch.no_grad():
                 master.copy_(values.pop("master"))
             assert self._adam is not None
+            self._adam.state.pop(master, None)  # moments of steps that the state has not seen
             if values:
                 self._adam.state[master] = {
                     key: value.clone() if isinstance(value, Tensor) else value
