@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from zerobubble.errors import UserError
 from zerobubble.model.config import ModelConfig
@@ -260,6 +260,8 @@ def _model(flags: argparse.Namespace) -> ModelConfig:
     rotary = flags.use_rotary_position_embeddings or flags.position_embedding_type == "rope"
     if rotary and head_size % 2:
         raise UserError(f"rotary positions need an even head size, not {head_size} channels")
+    if rotary and flags.rotary_base == 0:
+        raise UserError("--rotary-base 0 has no frequencies; use 10000, or leave it out")
     positions = flags.max_position_embeddings or flags.seq_length
     if positions < flags.seq_length:
         raise UserError(
@@ -312,12 +314,18 @@ def _pipeline(flags: argparse.Namespace) -> PipelineArguments:
     name = asked[0][1] if asked else "1f1b"
     chunks = None
     if per_stage is not None:
-        if flags.num_layers % (ranks * per_stage):
+        places = flags.num_layers
+        if flags.allow_padding_num_layers:  # the fork counts padded layers here
+            places = -(-places // ranks) * ranks
+        if places % (ranks * per_stage):
+            padded = f" ({places} places with padding)" if places != flags.num_layers else ""
+            fitting = -(-places // (ranks * per_stage)) * ranks * per_stage
             raise UserError(
-                f"{flags.num_layers} layers do not divide over {ranks} ranks in stages of "
-                f"{per_stage} (--num-layers-per-virtual-pipeline-stage)"
+                f"{flags.num_layers} layers{padded} do not divide over {ranks} ranks in stages of "
+                f"{per_stage} (--num-layers-per-virtual-pipeline-stage); use {fitting} layers or "
+                "other stages"
             )
-        chunks = flags.num_layers // (ranks * per_stage)
+        chunks = places // (ranks * per_stage)
     return PipelineArguments(
         ranks=ranks,
         family=families.get(name),
@@ -367,7 +375,9 @@ def _learning_rate(
             )
     per = batch.global_ if right == "iters" else 1
     decay = getattr(flags, f"lr_decay_{right}")
-    decay = iterations * batch.global_ if decay is None else decay * per
+    if decay is None:
+        decay = iterations if right == "iters" else flags.train_samples
+    decay *= per
     warmup = getattr(flags, f"lr_warmup_{right}") * per
     if flags.lr_warmup_fraction is not None:
         if warmup:
@@ -384,29 +394,28 @@ def _learning_rate(
 def _precision(flags: argparse.Namespace, given: list[str]) -> PrecisionArguments:
     if flags.fp16 and flags.bf16:
         raise UserError("give --fp16 or --bf16, not both")
-    if not flags.fp16:
-        for flag in (
-            *("--loss-scale", "--initial-loss-scale", "--min-loss-scale"),
-            *("--loss-scale-window", "--hysteresis"),
-        ):
-            if flag in given:
-                raise UserError(f"{flag} needs --fp16: there is no loss scale without it")
-    if flags.fp16 and flags.loss_scale is None and flags.initial_loss_scale < flags.min_loss_scale:
+    if "--loss-scale" in given and not flags.fp16:
+        raise UserError("--loss-scale needs --fp16: there is no loss scale without it")
+    for flag in ("initial_loss_scale", "min_loss_scale"):
+        if getattr(flags, flag) == 0:
+            raise UserError(f"--{flag.replace('_', '-')} 0 would scale every loss to nothing")
+    if _dynamic_scale(flags) and flags.initial_loss_scale < flags.min_loss_scale:
         raise UserError(
             f"--initial-loss-scale {flags.initial_loss_scale} is below --min-loss-scale "
             f"{flags.min_loss_scale}"
         )
-    for flag in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-        if getattr(flags, flag) == 0:
-            raise UserError(f"--{flag.replace('_', '-')} 0 would scale every loss to nothing")
     return PrecisionArguments(
         dtype="fp16" if flags.fp16 else "bf16" if flags.bf16 else "fp32",
-        loss_scale=flags.loss_scale,
+        loss_scale=flags.loss_scale or None,  # 0 is dynamic, as in Megatron-LM
         initial_loss_scale=flags.initial_loss_scale,
         min_loss_scale=flags.min_loss_scale,
         loss_scale_window=flags.loss_scale_window,
         hysteresis=flags.hysteresis,
     )
+
+
+def _dynamic_scale(flags: argparse.Namespace) -> bool:
+    return bool(flags.fp16 and not flags.loss_scale)
 
 
 def _data(flags: argparse.Namespace) -> DataArguments:
@@ -425,8 +434,6 @@ def _data(flags: argparse.Namespace) -> DataArguments:
 
 
 def _run(flags: argparse.Namespace, iterations: int) -> RunArguments:
-    if flags.save_interval is not None and flags.save is None and flags.save_interval <= iterations:
-        raise UserError(f"--save-interval {flags.save_interval} needs --save, a folder to write to")
     if flags.profile and not flags.profile_step_start < flags.profile_step_end:
         raise UserError(
             f"--profile-step-start {flags.profile_step_start} is not before "
@@ -446,7 +453,7 @@ def _run(flags: argparse.Namespace, iterations: int) -> RunArguments:
         eval_at_start=flags.eval_at_start,
         exit_interval=flags.exit_interval,
         save=flags.save,
-        save_interval=flags.save_interval,
+        save_interval=flags.save_interval if flags.save else None,
         load=flags.load,
         trace_path=flags.trace_path if flags.profile else None,
         trace_from=flags.profile_step_start,
@@ -455,13 +462,29 @@ def _run(flags: argparse.Namespace, iterations: int) -> RunArguments:
 
 
 def _notes(flags: argparse.Namespace, given: list[str]) -> tuple[str, ...]:
-    inert: list[str] = [flag for flag in given if flag in WITHOUT_EFFECT]
-    notes: list[Any] = []
+    notes = []
+    inert = dict.fromkeys(flag for flag in given if flag in WITHOUT_EFFECT)
     if inert:
         notes.append(
             f"accepted without effect, they choose an implementation in Megatron-LM: "
-            f"{' '.join(dict.fromkeys(inert))}"
+            f"{' '.join(inert)}"
         )
+    for needed, missing, dependents in (
+        ("--save", not flags.save, ("--save-interval",)),
+        (
+            "--profile",
+            not flags.profile,
+            ("--profile-step-start", "--profile-step-end", "--trace-path"),
+        ),
+        (
+            "--fp16 and a loss scale that is not constant",
+            not _dynamic_scale(flags),
+            ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"),
+        ),
+    ):
+        idle = dict.fromkeys(flag for flag in given if flag in dependents)
+        if missing and idle:
+            notes.append(f"no effect without {needed}: {' '.join(idle)}")
     if flags.sequence_parallel:
         notes.append("--sequence-parallel is off: --tensor-model-parallel-size is 1")
     return tuple(notes)
