@@ -1,0 +1,66 @@
+"""What the README shows must work as shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zerobubble.schedule import families
+from zerobubble.schedule.costs import Costs
+from zerobubble.schedule.simulate import simulate
+from zerobubble.schedule.verify import verify
+from zerobubble.training.arguments import parse
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+@pytest.fixture
+def toy_family(tmp_path: Path) -> Iterator[str]:
+    code = re.search(r"```python\n(\"\"\"Three waves.*?)```", README, re.DOTALL)
+    assert code is not None
+    (tmp_path / "three_waves.py").write_text(code[1])
+    families.__path__.append(str(tmp_path))
+    families._families.cache_clear()
+    yield "three-waves"
+    families.__path__.remove(str(tmp_path))
+    families._families.cache_clear()
+
+
+def test_the_toy_family_is_one_file_and_verifies(toy_family: str) -> None:
+    for ranks in (1, 3, 4):
+        for microbatches in (1, 2, 8):
+            schedule = families.build(toy_family, ranks, microbatches)
+            verify(schedule)
+            timeline = simulate(schedule, Costs.uniform(ranks))
+            assert timeline.makespan == 3 * microbatches + 2 * (ranks - 1)
+    assert parse([*_script(), "--schedule", toy_family]).pipeline.family.name == toy_family
+
+
+def test_the_script_parses() -> None:
+    arguments = parse(_script())
+    assert arguments.pipeline.ranks == 4
+    assert arguments.batch.microbatches == 8
+
+
+def _script() -> list[str]:
+    block = re.search(r"    pretrain_gpt.py \\\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    return shlex.split(block[1].replace("\\\n", " "))
+
+
+def test_the_table_of_schedules_is_right() -> None:
+    ranks, microbatches = 4, 16
+    bubble = {"gpipe": 9.0, "1f1b": 9.0, "interleaved": 4.5, "zb-h1": 3.0, "zb-v": 1.5}
+    held = {"gpipe": 16.0, "1f1b": 4.0, "interleaved": 5.5, "zb-h1": 4.0, "zb-v": 4.0}
+    for name in bubble:
+        schedule = families.build(name, ranks, microbatches)
+        chunks = schedule.placement.chunks
+        costs = Costs.uniform(schedule.placement.stages, *(3 * [1 / chunks]), activation=1 / chunks)
+        timeline = simulate(schedule, costs)
+        assert timeline.makespan - 3 * microbatches == pytest.approx(bubble[name]), name
+        assert timeline.peak_memory is not None
+        assert max(timeline.peak_memory) == pytest.approx(held[name]), name
