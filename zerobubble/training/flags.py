@@ -28,7 +28,10 @@ WITHOUT_EFFECT = {
     "--no-rope-fusion": 0,
     "--no-gradient-accumulation-fusion": 0,
     "--no-persist-layer-norm": 0,
+    "--cross-entropy-loss-fusion": 0,
     "--no-cross-entropy-loss-fusion": 0,
+    "--no-overlap-p2p-communication": 0,
+    "--no-barrier-with-level-1-timing": 0,
     "--no-pre-communication-optimization": 0,
     "--no-async-tensor-model-parallel-allreduce": 0,
     "--no-mmap-bin-files": 0,
@@ -41,6 +44,8 @@ REFUSED = {
     "--recompute-granularity": _RECOMPUTE,
     "--recompute-method": _RECOMPUTE,
     "--recompute-num-layers": _RECOMPUTE,
+    "--recompute-modules": _RECOMPUTE,
+    "--distribute-saved-activations": (0, _RECOMPUTE[1]),
     "--enable-optimizer-post-validation": (
         0,
         "post-validation is not there yet; remove it: the synchronous step gives the same weights",
@@ -69,6 +74,14 @@ def whole(text: str) -> int:
     return value
 
 
+def steps(text: str) -> int:
+    """A whole number of at least 1, also written as 1e3."""
+    value = float(text)
+    if not value >= 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(value)
+
+
 def number(text: str) -> float:
     """A finite number of at least 0."""
     value = float(text)
@@ -85,7 +98,14 @@ def share(text: str) -> float:
     return value
 
 
-natural.__name__, whole.__name__, number.__name__, share.__name__ = "int", "int", "float", "float"
+for _type, _name in (
+    (natural, "int"),
+    (whole, "int"),
+    (steps, "int"),
+    (number, "float"),
+    (share, "float"),
+):
+    _type.__name__ = _name  # what argparse calls them in an error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -123,7 +143,7 @@ def known_flags(parser: argparse.ArgumentParser) -> list[str]:
 def _inert(group: argparse._ArgumentGroup, flag: str, values: int, text: str) -> None:
     default = argparse.SUPPRESS
     if values:
-        group.add_argument(flag, default=default, metavar="X", help=text)
+        group.add_argument(flag, default=default, nargs="+", metavar="X", help=text)
     else:
         group.add_argument(flag, action="store_true", default=default, help=text)
 
@@ -196,7 +216,7 @@ def _pipeline(parser: argparse.ArgumentParser) -> None:
     add(
         "--distributed-backend",
         choices=("nccl", "gloo"),
-        help="gloo on CPUs; nccl if not given and a GPU is there",
+        help="gloo if not given; nccl is not there yet",
     )
 
 
@@ -244,7 +264,7 @@ def _precision(parser: argparse.ArgumentParser) -> None:
     add("--loss-scale", type=number, help="constant loss scale (fp16); dynamic if not given")
     add("--initial-loss-scale", type=number, default=2.0**32, help="of the dynamic one")
     add("--min-loss-scale", type=number, default=1.0, help="of the dynamic one")
-    add("--loss-scale-window", type=natural, default=1000, help="clean steps until it doubles")
+    add("--loss-scale-window", type=steps, default=1000, help="clean steps until it doubles")
     add("--hysteresis", type=natural, default=2, help="overflows until it halves")
 
 
