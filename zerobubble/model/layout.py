@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from zerobubble.errors import UserError
 from zerobubble.model.config import ModelConfig
 from zerobubble.schedule.placement import Placement
@@ -13,9 +15,10 @@ def layers_per_stage(
     """Layers of each stage, in layer order; they always add up to `config.layers`.
 
     The layers must divide over the stages, or `allow_padding` must be set: then they are
-    spread as evenly as FLOPs ask. One by one, each goes where the stage's FLOPs are the least
-    with it, on a tie not to the embedding's or the head's stage, then to the least loaded
-    rank; as all layers cost the same, no other spread has a smaller largest stage.
+    spread as evenly as FLOPs ask. The embedding's stage and the head's never hold more layers
+    than one between, and those between differ by one at most. Of all such spreads this is one with
+    the smallest largest stage; of these, with the smallest largest rank; of these, with the
+    least sum of squares over the stages; of these, with the fewest layers beside the embedding.
 
     Raises UserError if the layers do not divide and padding is not allowed.
     """
@@ -29,23 +32,49 @@ def layers_per_stage(
             f"{placement.chunks} stages; add --allow-padding-num-layers or use {nearest}"
         )
     layer, head = layer_flops(config), head_flops(config)
-    layers = [0] * stages
-    stage_load = [0] * stages
-    stage_load[-1] += head
-    rank_load = [0] * placement.ranks
-    rank_load[placement.rank_of[-1]] += head
 
-    def cost(stage: int) -> tuple[int, bool, int, int]:
-        at_an_end = stage in (0, stages - 1)
-        rank = placement.rank_of[stage]
-        return stage_load[stage] + layer, at_an_end, rank_load[rank], stage
+    def badness(layers: tuple[int, ...]) -> tuple[int, int, int]:
+        loads = [n * layer for n in layers]
+        loads[-1] += head
+        ranks = [0] * placement.ranks
+        for load, rank in zip(loads, placement.rank_of, strict=True):
+            ranks[rank] += load
+        return max(loads), max(ranks), sum(load * load for load in loads)
 
-    for _ in range(config.layers):
-        stage = min(range(stages), key=cost)
-        layers[stage] += 1
-        stage_load[stage] += layer
-        rank_load[placement.rank_of[stage]] += layer
-    return tuple(layers)
+    return min(_spreads(config.layers, placement, layer, head), key=badness)
+
+
+def _spreads(layers: int, placement: Placement, layer: int, head: int) -> Iterator[tuple[int, ...]]:
+    """For every pair of ends the best middle, by fewest layers at the ends first.
+
+    layer, head: what one layer and the head cost.
+    """
+    stages = placement.stages
+    if stages == 1:
+        yield (layers,)
+        return
+    if stages == 2:
+        yield from ((first, layers - first) for first in range(layers + 1))
+        return
+    at_most = layers // (stages - 1)
+    for first in range(at_most + 1):
+        for last in range(at_most + 1):
+            each, over = divmod(layers - first - last, stages - 2)
+            if each < max(first, last):
+                break
+            spread = [first, *[each] * (stages - 2), last]
+            loads = [0] * placement.ranks
+            for rank, count in zip(placement.rank_of, spread, strict=True):
+                loads[rank] += count * layer
+            loads[placement.rank_of[-1]] += head
+            # The layers left over go, one a stage, to whichever rank has the least to do.
+            between = list(range(1, stages - 1))
+            for _ in range(over):
+                stage = min(between, key=lambda s: loads[placement.rank_of[s]])
+                between.remove(stage)
+                spread[stage] += 1
+                loads[placement.rank_of[stage]] += layer
+            yield tuple(spread)
 
 
 def layer_flops(config: ModelConfig) -> int:
