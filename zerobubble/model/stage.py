@@ -79,13 +79,16 @@ def build_stage(
     stage: int,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> StageModule:
     """Stage `stage` of the layout, initialised; nothing of any other stage is built.
 
     As Megatron: weights from N(0, init_std), those that write to the residual stream scaled
     by 1/sqrt(2 layers), biases 0, norms 1. Every block draws from the seed and its own index,
-    in fp32, so a weight's bits depend on neither layout nor precision.
+    in fp32 on the CPU, so a weight's bits depend on neither layout nor device, and on the
+    precision only by rounding. Raises UserError if the config is not one of a model.
     """
+    config.check()
     with torch.device("meta"):
         module = StageModule(config, Cut.of(layers_per_stage, stage))
     rotary = module.rotary
@@ -100,7 +103,7 @@ def build_stage(
     if module.head is not None and module.final_norm is not None:
         _initialise(module.final_norm, config, 0)
         _initialise(module.head, config, mix("head", seed))
-    return module.to(dtype)
+    return module.to(device=device, dtype=dtype)
 
 
 @torch.no_grad()
