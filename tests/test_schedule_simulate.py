@@ -17,7 +17,8 @@ from zerobubble.schedule.schedule import Schedule
 from zerobubble.schedule.simulate import simulate
 from zerobubble.schedule.timeline import Timeline
 
-PAPER = json.loads((Path(__file__).parent / "reference/zero_bubble_paper.json").read_text())
+REFERENCE = Path(__file__).parent.parent / "benchmarks/reference"
+PAPER = json.loads((REFERENCE / "zero_bubble_paper.json").read_text())
 PROFILED = [case for case in PAPER["cases"] if case["T_F"] is not None]
 
 
