@@ -132,6 +132,10 @@ def test_too_little_data_for_a_sample(prefix: str) -> None:
             "add --allow-padding-num-layers or use 32",
         ),
         ("--mock-data --save /proc/nowhere", "--save /proc/nowhere cannot be written"),
+        (
+            "--mock-data --profile --profile-step-start 0 --trace-path /proc/none.json",
+            "cannot write trace /proc/none.json",
+        ),
     ],
 )
 def test_two_ranks_print_one_line(flags: str, message: str) -> None:

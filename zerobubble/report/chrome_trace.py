@@ -105,6 +105,15 @@ def write_chrome_trace(path: str | Path, timelines: Sequence[Timeline]) -> None:
         raise UserError(f"cannot write trace {path}: {error.strerror}") from None
 
 
+def check_trace_path(path: str | Path) -> None:
+    """Make sure, before a long run, that a trace can be written. Raises UserError if not."""
+    try:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write trace {path}: {error.strerror}") from None
+
+
 def read_chrome_trace(path: str | Path) -> list[Timeline]:
     """The timelines, one per iteration, that `write_chrome_trace` wrote.
 

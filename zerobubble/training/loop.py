@@ -20,7 +20,7 @@ from zerobubble.model.stage import StageModule, build_stage
 from zerobubble.optim.loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from zerobubble.optim.optimizer import Optimizer
 from zerobubble.pipeline import Pipeline
-from zerobubble.report.chrome_trace import write_chrome_trace
+from zerobubble.report.chrome_trace import check_trace_path, write_chrome_trace
 from zerobubble.runtime.executor import StepError
 from zerobubble.schedule.formats import format_nodes
 from zerobubble.schedule.timeline import Timeline
@@ -57,6 +57,9 @@ class Training:
             self.config, self.schedule.placement, allow_padding=pipeline.allow_padding
         )
         self._log = agree(lambda: JsonLog(run.log_json) if run.log_json and rank == 0 else None)
+        if run.trace_path is not None:
+            trace = run.trace_path
+            agree(lambda: check_trace_path(trace) if rank == 0 else None)
         if run.save is not None:
             folder = run.save
             agree(lambda: checkpoint.prepare_folder(folder) if rank == 0 else None)
@@ -95,7 +98,7 @@ class Training:
         run = self.arguments.run
         loader = self._loader(self.consumed_samples)
         if run.eval_at_start and run.eval_iterations:
-            self._evaluate("valid", 0, 0)
+            self._evaluate("valid", self.iteration, self.iteration // run.eval_interval)
         window: list[StepResult] = []
         since = time.perf_counter()
         saved = self.iteration
@@ -116,10 +119,11 @@ class Training:
                 saved = self.iteration
                 since += time.perf_counter() - before
             if run.exit_interval and self.iteration % run.exit_interval == 0:
-                self._print(f"exiting at iteration {self.iteration} (--exit-interval)")
                 break
         if window:
             self._report(window, (time.perf_counter() - since) * 1e3 / len(window))
+        if self.iteration < run.iterations:
+            self._print(f"exiting at iteration {self.iteration} (--exit-interval)")
         if run.trace_path is not None and self._traced:
             write_chrome_trace(run.trace_path, self._traced)
             self._print(f"wrote {run.trace_path}: {len(self._traced)} iterations")
