@@ -200,7 +200,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     iterations = _iterations(flags, batch)
     return Arguments(
         seed=flags.seed,
-        model=_model(flags),
+        model=_model(flags, given),
         vocabulary=Vocabulary(flags.vocab_size, flags.make_vocab_size_divisible_by),
         pipeline=_pipeline(flags),
         batch=batch,
@@ -238,7 +238,7 @@ def _require(flags: argparse.Namespace) -> None:
         raise UserError(f"these flags are needed: {', '.join(missing)}")
 
 
-def _model(flags: argparse.Namespace) -> ModelConfig:
+def _model(flags: argparse.Namespace, given: list[str]) -> ModelConfig:
     hidden, heads = flags.hidden_size, flags.num_attention_heads
     if flags.kv_channels is None and hidden % heads:
         raise UserError(
@@ -249,28 +249,29 @@ def _model(flags: argparse.Namespace) -> ModelConfig:
     groups = heads
     if flags.group_query_attention:
         groups = flags.num_query_groups or 1
-        if heads % groups:
-            raise UserError(
-                f"--num-attention-heads {heads} do not divide over --num-query-groups {groups}"
-            )
     elif flags.num_query_groups not in (None, heads):
         raise UserError(
-            f"--num-query-groups {flags.num_query_groups} needs --group-query-attention"
+            f"--num-query-groups {flags.num_query_groups} needs --group-query-attention; "
+            f"add it, or use the {heads} of --num-attention-heads"
         )
-    rotary = flags.use_rotary_position_embeddings or flags.position_embedding_type == "rope"
-    if rotary and head_size % 2:
-        raise UserError(f"rotary positions need an even head size, not {head_size} channels")
-    if rotary and flags.rotary_base == 0:
-        raise UserError("--rotary-base 0 has no frequencies; use 10000, or leave it out")
+    position_type = flags.position_embedding_type
+    if flags.use_rotary_position_embeddings:
+        if "--position-embedding-type" in given and position_type != "rope":
+            raise UserError(
+                f"--position-embedding-type {position_type} contradicts "
+                "--use-rotary-position-embeddings, which means rope; keep one"
+            )
+        position_type = "rope"
     positions = flags.max_position_embeddings or flags.seq_length
     if positions < flags.seq_length:
         raise UserError(
-            f"--max-position-embeddings {positions} is less than --seq-length {flags.seq_length}"
+            f"--max-position-embeddings {positions} is less than --seq-length "
+            f"{flags.seq_length}; raise the one or lower the other"
         )
     ffn = flags.ffn_hidden_size
     if ffn is None:
         ffn = max(64, int(hidden * 4 * 2 / 3) // 64 * 64) if flags.swiglu else 4 * hidden
-    return ModelConfig(
+    config = ModelConfig(
         layers=flags.num_layers,
         hidden=hidden,
         heads=heads,
@@ -282,7 +283,7 @@ def _model(flags: argparse.Namespace) -> ModelConfig:
         ffn_hidden=ffn,
         normalization=flags.normalization,
         norm_epsilon=flags.norm_epsilon,
-        position_embedding="rope" if rotary else flags.position_embedding_type,
+        position_embedding=position_type,
         rotary_base=flags.rotary_base,
         swiglu=flags.swiglu,
         linear_bias=not flags.disable_bias_linear,
@@ -290,6 +291,9 @@ def _model(flags: argparse.Namespace) -> ModelConfig:
         attention_dropout=flags.attention_dropout,
         init_std=flags.init_method_std,
     )
+    # Every other size is known, so a wrong one is answered before any data is read.
+    dataclasses.replace(config, vocab=1).check()
+    return config
 
 
 def _pipeline(flags: argparse.Namespace) -> PipelineArguments:
@@ -352,12 +356,15 @@ def _batch(flags: argparse.Namespace) -> BatchArguments:
 
 def _iterations(flags: argparse.Namespace, batch: BatchArguments) -> int:
     if flags.train_iters is not None and flags.train_samples is not None:
-        raise UserError("give --train-iters or --train-samples, not both")
+        raise UserError(
+            f"--train-iters {flags.train_iters} and --train-samples {flags.train_samples} both "
+            "say how long; keep one"
+        )
     iterations: int = flags.train_iters or flags.train_samples // batch.global_
     if iterations < 1:
         raise UserError(
             f"--train-samples {flags.train_samples} is less than one iteration of "
-            f"--global-batch-size {batch.global_}"
+            f"--global-batch-size {batch.global_}; use at least {batch.global_}"
         )
     return iterations
 
@@ -366,7 +373,7 @@ def _learning_rate(
     flags: argparse.Namespace, batch: BatchArguments, iterations: int
 ) -> LearningRate:
     if flags.min_lr > flags.lr:
-        raise UserError(f"--min-lr {flags.min_lr} is above --lr {flags.lr}")
+        raise UserError(f"--min-lr {flags.min_lr} is above --lr {flags.lr}; lower it")
     wrong, right = ("samples", "iters") if flags.train_iters is not None else ("iters", "samples")
     for what in ("decay", "warmup"):
         if getattr(flags, f"lr_{what}_{wrong}"):
@@ -381,7 +388,10 @@ def _learning_rate(
     warmup = getattr(flags, f"lr_warmup_{right}") * per
     if flags.lr_warmup_fraction is not None:
         if warmup:
-            raise UserError(f"give --lr-warmup-fraction or --lr-warmup-{right}, not both")
+            raise UserError(
+                f"--lr-warmup-fraction {flags.lr_warmup_fraction} and --lr-warmup-{right} "
+                f"{warmup // per} both give the warm-up; keep one"
+            )
         warmup = flags.lr_warmup_fraction * decay
     if warmup >= decay:
         raise UserError(
@@ -393,16 +403,21 @@ def _learning_rate(
 
 def _precision(flags: argparse.Namespace, given: list[str]) -> PrecisionArguments:
     if flags.fp16 and flags.bf16:
-        raise UserError("give --fp16 or --bf16, not both")
+        raise UserError("--fp16 and --bf16 are two types for the same weights; keep one")
     if "--loss-scale" in given and not flags.fp16:
-        raise UserError("--loss-scale needs --fp16: there is no loss scale without it")
+        raise UserError(
+            f"--loss-scale {flags.loss_scale} needs --fp16: there is no loss scale without it; "
+            "add --fp16 or leave it out"
+        )
     for flag in ("initial_loss_scale", "min_loss_scale"):
         if getattr(flags, flag) == 0:
-            raise UserError(f"--{flag.replace('_', '-')} 0 would scale every loss to nothing")
+            raise UserError(
+                f"--{flag.replace('_', '-')} 0 would scale every loss to nothing; use 1 or more"
+            )
     if _dynamic_scale(flags) and flags.initial_loss_scale < flags.min_loss_scale:
         raise UserError(
             f"--initial-loss-scale {flags.initial_loss_scale} is below --min-loss-scale "
-            f"{flags.min_loss_scale}"
+            f"{flags.min_loss_scale}; raise the one or lower the other"
         )
     return PrecisionArguments(
         dtype="fp16" if flags.fp16 else "bf16" if flags.bf16 else "fp32",
@@ -420,7 +435,9 @@ def _dynamic_scale(flags: argparse.Namespace) -> bool:
 
 def _data(flags: argparse.Namespace) -> DataArguments:
     if flags.mock_data and flags.data_path:
-        raise UserError("give --mock-data or --data-path, not both")
+        raise UserError(
+            f"--mock-data makes up what --data-path {' '.join(flags.data_path)} reads; keep one"
+        )
     return DataArguments(
         path=tuple(flags.data_path) if flags.data_path else None,
         mock=flags.mock_data,
@@ -437,7 +454,7 @@ def _run(flags: argparse.Namespace, iterations: int) -> RunArguments:
     if flags.profile and not flags.profile_step_start < flags.profile_step_end:
         raise UserError(
             f"--profile-step-start {flags.profile_step_start} is not before "
-            f"--profile-step-end {flags.profile_step_end}"
+            f"--profile-step-end {flags.profile_step_end}; raise the latter"
         )
     if flags.profile and flags.profile_step_start >= iterations:
         raise UserError(
