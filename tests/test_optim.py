@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from zerobubble.optim.learning_rate import LearningRate
 from zerobubble.optim.loss_scale import DynamicLossScale, StaticLossScale
-from zerobubble.optim.norm import clip_coefficient, global_norm
+from zerobubble.optim.norm import clip_coefficient, global_norm, square
 from zerobubble.optim.optimizer import Optimizer
 
 
@@ -130,7 +131,23 @@ def test_the_norm_is_that_of_all_gradients() -> None:
     assert not math.isfinite(global_norm([1.0, math.nan]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_add_up_to_the_norm_of_one_long_vector() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, generator=generator) for n in (1, 7, 1000, 4096)]
+    expected = torch.cat(gradients).double().norm().item()
+    assert global_norm(map(square, gradients)) == pytest.approx(expected, rel=1e-6)
+    # In float64: a small square is not lost beside a large one, as it is in fp32.
+    assert global_norm([2.0**30, 1.0]) == math.sqrt(2.0**30 + 1)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_value_that_is_not_finite_shows_in_the_norm(value: float) -> None:
+    gradient = torch.ones(5)
+    gradient[3] = value
+    assert not math.isfinite(global_norm([1.0, square(gradient), 2.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_step_is_adamw_and_only_matrices_decay(dtype: torch.dtype) -> None:
     linear = nn.Linear(3, 2).to(dtype)
     before = {n: p.detach().float().clone() for n, p in linear.named_parameters()}
@@ -198,3 +215,43 @@ def test_a_scale_of_one_and_no_clipping_leave_the_bits_alone() -> None:
     optimizer.step(0.0, 1.0)
     bits = parameter.main_grad.view(torch.int32)  # type: ignore[attr-defined]
     assert torch.equal(bits, gradient.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_is_plain_tensors_by_name_and_keeps_the_masters_bits(
+    dtype: torch.dtype,
+) -> None:
+    def make() -> tuple[nn.Linear, Optimizer]:
+        torch.manual_seed(0)
+        linear = nn.Linear(3, 2).to(dtype)
+        names = dict(linear.named_parameters())
+        return linear, Optimizer(names, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+
+    def step(linear: nn.Linear, optimizer: Optimizer) -> None:
+        for parameter in linear.parameters():
+            parameter.main_grad.fill_(1.0)  # type: ignore[union-attr, operator]
+        optimizer.step(1e-4, 1.0)
+
+    one, first = make()
+    step(one, first)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert set(state) == {"weight", "bias"}
+    other, second = make()
+    second.load_state_dict(state)
+    step(one, first)
+    step(other, second)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(first.masters[name], second.masters[name])
+        assert torch.equal(parameter, dict(other.named_parameters())[name])
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = Optimizer({"w": frozen}, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    optimizer.step(0.1, 1.0)
+    assert torch.equal(frozen, torch.ones(2, 2))
+    assert not hasattr(frozen, "main_grad")
+    assert (optimizer.squares(), optimizer.state_dict()) == ([], {})
