@@ -38,7 +38,7 @@ def read(text: str) -> Arguments:
 def test_an_ordinary_script_is_read_as_it_is() -> None:
     arguments = read(SCRIPT)
     assert arguments.pipeline.ranks == 4
-    assert arguments.pipeline.family.name == "1f1b"
+    assert arguments.pipeline.schedule.name == "1f1b"
     assert arguments.batch.microbatches == 8
     assert arguments.precision.dtype == "fp16"
     assert arguments.precision.initial_loss_scale == 16384
@@ -74,8 +74,8 @@ def test_the_same_script_on_other_pipelines(
     flags: str, name: str, placement: tuple[int, ...]
 ) -> None:
     pipeline = read(f"{SCRIPT} {flags}").pipeline
-    assert pipeline.family.name == name
-    assert pipeline.placement.rank_of == placement
+    assert pipeline.schedule.name == name
+    assert pipeline.schedule.placement.rank_of == placement
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_same_script_on_other_pipelines(
 )
 def test_flags_choose_the_schedule(flags: str, name: str, stages: int) -> None:
     pipeline = read(f"{BASE} --pipeline-model-parallel-size 2 {flags}").pipeline
-    assert pipeline.family.name == name
-    assert pipeline.placement.chunks == stages
+    assert pipeline.schedule.name == name
+    assert pipeline.schedule.placement.chunks == stages
 
 
 def test_defaults_are_megatrons() -> None:
@@ -130,7 +130,7 @@ def test_samples_instead_of_iterations() -> None:
 def test_padding_counts_places_for_stages() -> None:
     text = f"{BASE} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
     pipeline = read(f"{text} --num-layers 14 --allow-padding-num-layers").pipeline
-    assert pipeline.chunks == 2
+    assert pipeline.schedule.placement.chunks == 2
     with pytest.raises(UserError, match=r"14 layers do not divide .* of 2 .*; use 16 layers"):
         read(f"{text} --num-layers 14")
     with pytest.raises(UserError, match=r"9 layers \(12 places with padding\) .*; use 16 layers"):

@@ -37,7 +37,7 @@ def test_the_toy_family_is_one_file_and_verifies(toy_family: str) -> None:
             verify(schedule)
             timeline = simulate(schedule, Costs.uniform(ranks))
             assert timeline.makespan == 3 * microbatches + 2 * (ranks - 1)
-    assert parse([*_script(), "--schedule", toy_family]).pipeline.family.name == toy_family
+    assert parse([*_script(), "--schedule", toy_family]).pipeline.schedule.name == toy_family
 
 
 def test_the_script_parses() -> None:

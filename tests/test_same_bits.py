@@ -157,5 +157,5 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_family_gives_the_bits_of_one_process(ranks: int, references: str) -> None:
-    for rank, wrong in enumerate(run_ranks(_run, ranks, ranks, references, timeout=300)):
+    for rank, wrong in enumerate(run_ranks(_run, ranks, ranks, references, timeout=600)):
         assert wrong == [], f"rank {rank}"

@@ -56,6 +56,40 @@ def preprocess(
     print(f"train with: --data-path {written.prefix}")
 
 
+@app.command()
+def show(
+    schedule: Annotated[
+        str | None,
+        typer.Argument(help="a family by name, or a .json or .csv file; without it: all families"),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="ranks, of a family")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="microbatches, of a family")] = 8,
+    chunks: Annotated[int | None, typer.Option(min=1, help="stages per rank, of a family")] = None,
+    times: Annotated[
+        str, typer.Option(help="F,B,W of a rank's stages together, in any unit")
+    ] = "1,1,1",
+    link: Annotated[float, typer.Option(min=0, help="time of a transfer between ranks")] = 0.0,
+    format: Annotated[str, typer.Option(help="text, nodes, json or csv (torch's)")] = "text",
+    picture: Annotated[
+        str | None, typer.Option(help="also draw the timeline to a .png, .svg or .pdf file")
+    ] = None,
+) -> None:
+    """Show a schedule: its timeline, its ops, or a file to edit and train with."""
+    from zerobubble.show import describe_families, load_or_build, render, simulated
+
+    if schedule is None:
+        print(describe_families())
+        return
+    found = load_or_build(schedule, ranks, microbatches, chunks)
+    timeline = simulated(found, times, link)
+    print(render(found, timeline, format), end="")
+    if picture is not None:
+        from zerobubble.report.picture import draw
+
+        draw([timeline], picture)
+        print(f"picture: {picture}", file=sys.stderr)
+
+
 def main() -> None:
     """Run the command; a UserError is one line on stderr and exit code 2."""
     try:

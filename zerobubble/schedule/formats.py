@@ -41,7 +41,7 @@ def format_text(timeline: Timeline, width: int | None = None) -> str:
     margin = len(f"rank {len(timeline.rows) - 1}")
     lines = [
         f"{timeline.name}: {len(timeline.rows)} ranks, {timeline.microbatches} microbatches, "
-        f"makespan {makespan:g} {timeline.unit}, bubble rate {timeline.bubble_rate:.1%}"
+        f"makespan {f'{makespan:g} {timeline.unit}'.rstrip()}, bubble rate {timeline.bubble_rate:.1%}"
         if makespan
         else f"{timeline.name}: {len(timeline.rows)} ranks, nothing ran"
     ]

@@ -13,8 +13,7 @@ from zerobubble.errors import UserError
 from zerobubble.model.config import ModelConfig
 from zerobubble.optim.learning_rate import LearningRate
 from zerobubble.schedule import families
-from zerobubble.schedule.families import Family
-from zerobubble.schedule.placement import Placement
+from zerobubble.schedule.files import ENDINGS, load_schedule
 from zerobubble.schedule.schedule import Schedule
 from zerobubble.training.flags import REFUSED, WITHOUT_EFFECT, build_parser, known_flags
 
@@ -41,22 +40,15 @@ class Vocabulary:
 class PipelineArguments:
     """Which schedule over how many ranks."""
 
-    ranks: int
-    family: Family
-    chunks: int | None
-    """Stages per rank, where the family leaves a choice and one was made."""
+    schedule: Schedule
     allow_padding: bool
     print_schedule: bool
     backend: Literal["gloo", "nccl"] | None
 
     @property
-    def placement(self) -> Placement:
-        """Which rank holds which stage."""
-        return self.family.placement(self.ranks, self.chunks)
-
-    def schedule(self, microbatches: int) -> Schedule:
-        """The schedule to train with."""
-        return families.build(self.family.name, self.ranks, microbatches, chunks=self.chunks)
+    def ranks(self) -> int:
+        """Number of ranks, p."""
+        return self.schedule.ranks
 
 
 @dataclass(frozen=True)
@@ -202,7 +194,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         seed=flags.seed,
         model=_model(flags, given),
         vocabulary=Vocabulary(flags.vocab_size, flags.make_vocab_size_divisible_by),
-        pipeline=_pipeline(flags),
+        pipeline=_pipeline(flags, batch.microbatches),
         batch=batch,
         optimizer=OptimizerArguments(
             learning_rate=_learning_rate(flags, batch, iterations),
@@ -296,7 +288,7 @@ def _model(flags: argparse.Namespace, given: list[str]) -> ModelConfig:
     return config
 
 
-def _pipeline(flags: argparse.Namespace) -> PipelineArguments:
+def _pipeline(flags: argparse.Namespace, microbatches: int) -> PipelineArguments:
     ranks, per_stage = (
         flags.pipeline_model_parallel_size,
         flags.num_layers_per_virtual_pipeline_stage,
@@ -308,7 +300,11 @@ def _pipeline(flags: argparse.Namespace) -> PipelineArguments:
         asked.append(("--zero-bubble-v-schedule", "zb-v"))
     elif flags.enable_zero_bubble:
         asked.append(("--enable-zero-bubble", "zb-h1"))
-    if flags.schedule is not None:
+    custom = None
+    if flags.schedule is not None and flags.schedule.endswith(ENDINGS):
+        custom = _custom_schedule(flags.schedule, ranks, microbatches)
+        asked.append((f"--schedule {flags.schedule}", f"{custom.name} of that file"))
+    elif flags.schedule is not None:
         asked.append((f"--schedule {flags.schedule}", families.get(flags.schedule).name))
     if len({name for _, name in asked}) > 1:
         first, second = asked[0], asked[-1]
@@ -331,13 +327,30 @@ def _pipeline(flags: argparse.Namespace) -> PipelineArguments:
             )
         chunks = places // (ranks * per_stage)
     return PipelineArguments(
-        ranks=ranks,
-        family=families.get(name),
-        chunks=chunks,
+        schedule=custom or families.build(name, ranks, microbatches, chunks=chunks),
         allow_padding=flags.allow_padding_num_layers,
         print_schedule=flags.print_schedule,
         backend=flags.distributed_backend,
     )
+
+
+def _custom_schedule(path: str, ranks: int, microbatches: int) -> Schedule:
+    schedule = load_schedule(path)
+    if schedule.ranks != ranks:
+        raise UserError(
+            f"--schedule {path} is for {schedule.ranks} ranks, --pipeline-model-parallel-size is "
+            f"{ranks}; make them equal"
+        )
+    if schedule.microbatches != microbatches:
+        raise UserError(
+            f"--schedule {path} is for {schedule.microbatches} microbatches, the batch sizes give "
+            f"{microbatches}; make --global-batch-size {schedule.microbatches} microbatches"
+        )
+    if schedule.slices > 1:
+        raise UserError(f"--schedule {path} has {schedule.slices} slices, which cannot run yet")
+    if schedule.forward_only:
+        raise UserError(f"--schedule {path} has no backward; nothing would be trained")
+    return schedule
 
 
 def _batch(flags: argparse.Namespace) -> BatchArguments:

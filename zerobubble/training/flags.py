@@ -194,7 +194,11 @@ def _pipeline(parser: argparse.ArgumentParser) -> None:
     add("--pipeline-model-parallel-size", type=natural, default=1, help="ranks of the pipeline")
     add("--tensor-model-parallel-size", type=natural, default=1, help="1 for now")
     add("--sequence-parallel", action="store_true", help="off where tensor parallelism is 1")
-    add("--schedule", metavar="NAME", help="a schedule family by name, for example 1f1b or zb-v")
+    add(
+        "--schedule",
+        metavar="NAME",
+        help="a family (1f1b, zb-v, ...) or a .json or .csv file",
+    )
     add("--enable-zb-runtime", action="store_true", help="this runtime; alone it means 1f1b")
     add("--enable-zero-bubble", action="store_true", help="zb-h1")
     add("--zero-bubble-v-schedule", action="store_true", help="zb-v")

@@ -48,7 +48,7 @@ class Training:
         self.scheduled_samples = 0
         """Samples of the iterations that updated the weights: they move the learning rate."""
         run, pipeline = arguments.run, arguments.pipeline
-        self.schedule = pipeline.schedule(arguments.batch.microbatches)
+        self.schedule = pipeline.schedule
         # The first rank writes indices that the others then read.
         first = agree(lambda: _datasets(arguments) if rank == 0 else None)
         tokenizer_size, self.datasets = agree(lambda: first or _datasets(arguments))
