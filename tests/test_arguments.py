@@ -175,6 +175,8 @@ def test_flags_that_change_nothing_are_said(flags: str, note: str) -> None:
         ("--enable-optimizer-post-validation", "post-validation is not there yet; remove it"),
         ("--zero-buble-v-schedule", "nearest known one is --zero-bubble-v-schedule"),
         ("--num-layer 3", "unknown flag --num-layer; the nearest known one is --num-layers"),
+        ("--transformer-impl local stray", "'stray' belongs to no flag"),
+        ("--fp16 --loss-scale-window inf", "--loss-scale-window: inf must be a whole number"),
         ("stray", "'stray' belongs to no flag"),
         ("--num-layers x", "--num-layers: invalid int value: 'x'"),
         ("--num-layers 0", "--num-layers: 0 must be at least 1"),

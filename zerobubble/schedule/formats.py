@@ -39,9 +39,10 @@ def format_text(timeline: Timeline, width: int | None = None) -> str:
     scale = columns / makespan if makespan else 0.0
 
     margin = len(f"rank {len(timeline.rows) - 1}")
+    length = f"{makespan:g} {timeline.unit}".rstrip()
     lines = [
         f"{timeline.name}: {len(timeline.rows)} ranks, {timeline.microbatches} microbatches, "
-        f"makespan {f'{makespan:g} {timeline.unit}'.rstrip()}, bubble rate {timeline.bubble_rate:.1%}"
+        f"makespan {length}, bubble rate {timeline.bubble_rate:.1%}"
         if makespan
         else f"{timeline.name}: {len(timeline.rows)} ranks, nothing ran"
     ]

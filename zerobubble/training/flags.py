@@ -77,7 +77,7 @@ def whole(text: str) -> int:
 def steps(text: str) -> int:
     """A whole number of at least 1, also written as 1e3."""
     value = float(text)
-    if not value >= 1 or value != int(value):
+    if not 1 <= value < math.inf or value != int(value):
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
     return int(value)
 
@@ -143,7 +143,8 @@ def known_flags(parser: argparse.ArgumentParser) -> list[str]:
 def _inert(group: argparse._ArgumentGroup, flag: str, values: int, text: str) -> None:
     default = argparse.SUPPRESS
     if values:
-        group.add_argument(flag, default=default, nargs="+", metavar="X", help=text)
+        count = "+" if flag == "--recompute-modules" else None
+        group.add_argument(flag, default=default, nargs=count, metavar="X", help=text)
     else:
         group.add_argument(flag, action="store_true", default=default, help=text)
 

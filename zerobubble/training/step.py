@@ -52,7 +52,7 @@ class Trainer:
         self.scaler = scaler
         self._width, self._dtype, self._clip_grad = width, dtype, clip_grad
         counts = {
-            index: sum(1 for _ in stage.module.parameters())
+            index: sum(p.requires_grad for p in stage.module.parameters())
             for index, stage in pipeline.stages.items()
         }
         every: list[dict[int, int]] = [counts]
@@ -103,8 +103,9 @@ class Trainer:
         order.
         """
         vector = torch.zeros(self._parameters + microbatches, dtype=torch.float64)
-        for place, square in zip(self._places, squares, strict=False):
-            vector[place] = square
+        if squares:  # none in an evaluation
+            for place, square in zip(self._places, squares, strict=True):
+                vector[place] = square
         if losses:
             vector[self._parameters :] = torch.stack(list(losses)).double()
         if len(self.pipeline.ranks) > 1:
