@@ -19,6 +19,7 @@ from zerobubble.model.stage import build_stage
 from zerobubble.optim.loss_scale import StaticLossScale
 from zerobubble.optim.optimizer import Optimizer
 from zerobubble.pipeline import Pipeline
+from zerobubble.runtime.transport.choose import TransportName
 from zerobubble.schedule import families
 from zerobubble.training.step import Trainer
 
@@ -32,11 +33,12 @@ class Case:
     dtype: torch.dtype
     dropout: float
     llama: bool = False
+    layers: int = 8
 
     @property
     def config(self) -> ModelConfig:
         return ModelConfig(
-            layers=8,
+            layers=self.layers,
             hidden=16,
             heads=4,
             vocab=32,
@@ -82,7 +84,7 @@ class Recording(Optimizer):
         return super().squares()
 
 
-def _reference(case: Case) -> dict[str, Any]:
+def reference(case: Case) -> dict[str, Any]:
     reference = Reference(case.config, SEED, case.dtype, clip=CLIP)
     steps = [reference.step(case.batches(step), LEARNING_RATE) for step in range(STEPS)]
     return {
@@ -93,18 +95,26 @@ def _reference(case: Case) -> dict[str, Any]:
     }
 
 
-def _differences(rank: int, ranks: int, name: str, case: Case, expected: dict[str, Any]) -> Any:
+def differences(
+    rank: int,
+    ranks: int,
+    name: str,
+    case: Case,
+    expected: dict[str, Any],
+    transport: TransportName = "auto",
+) -> list[str]:
+    """What of a run of the case is not bitwise what the reference expects."""
     schedule = families.build(
         name, ranks, case.microbatches, chunks=2 if name == "interleaved" else None
     )
-    layout = layers_per_stage(case.config, schedule.placement)
+    layout = layers_per_stage(case.config, schedule.placement, allow_padding=True)
     modules = {
         s: build_stage(case.config, layout, s, SEED, case.dtype).train()
         for s in schedule.placement.stages_of(rank)
     }
     parameters = {n: p for s in sorted(modules) for n, p in modules[s].named_parameters()}
     optimizer = Recording(parameters, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8)
-    pipeline = Pipeline(modules, schedule)
+    pipeline = Pipeline(modules, schedule, transport=transport)
     trainer = Trainer(
         pipeline, optimizer, StaticLossScale(1.0), width=16, dtype=case.dtype, clip_grad=CLIP
     )
@@ -139,7 +149,7 @@ def _run(rank: int, ranks: int, folder: str) -> list[str]:
     for number, case in enumerate(CASES):
         expected = torch.load(Path(folder) / f"{number}.pt", weights_only=True)
         for name in FAMILIES:
-            found = _differences(rank, ranks, name, case, expected)
+            found = differences(rank, ranks, name, case, expected)
             wrong += [f"{name}, {case}: {what}" for what in found]
     return wrong
 
@@ -150,7 +160,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> str:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for number, case in enumerate(CASES):
-        torch.save(_reference(case), folder / f"{number}.pt")
+        torch.save(reference(case), folder / f"{number}.pt")
     torch.set_num_threads(threads)
     return str(folder)
 

@@ -17,10 +17,10 @@ from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.split_backward import SplitReport
 from zerobubble.runtime.stage import Stage, warm_up
 from zerobubble.runtime.transport import Transport
-from zerobubble.runtime.transport.gloo import GlooTransport
+from zerobubble.runtime.transport.choose import TransportName, open_transport
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.families.forward_only import forward_only
-from zerobubble.schedule.lower import channels
+from zerobubble.schedule.lower import channels, ring_slots
 from zerobubble.schedule.schedule import Schedule
 from zerobubble.schedule.timeline import TimedOp, Timeline
 from zerobubble.schedule.verify import verify
@@ -40,6 +40,9 @@ class Pipeline:
     one rank, torch.distributed must be initialised and every process must make the Pipeline
     at the same point: its channels are opened here.
 
+    `transport`: "gloo", "shared-memory" (CPU ranks of one host), or "auto": shared memory where
+    it can be. A rank that waits longer than `timeout` for a peer gives up.
+
     Raises a ScheduleError, before anything runs, if the schedule does not verify.
     """
 
@@ -50,6 +53,7 @@ class Pipeline:
         *,
         ranks: Sequence[int] | None = None,
         costs: Costs | None = None,
+        transport: TransportName = "auto",
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
         self.proof = verify(schedule, costs)
@@ -73,11 +77,15 @@ class Pipeline:
         self._transport: Transport | None = None
         crossing = channels(schedule.placement)
         if crossing:
-            self._transport = GlooTransport(crossing, self.ranks, timeout)
+            self._transport = open_transport(transport, crossing, self.ranks, timeout)
         warm_up()
         self._offset = clock_offset()
         self._executor = Executor(
-            self.proof.programs[self.rank], schedule.placement, self.stages, self._transport
+            self.proof.programs[self.rank],
+            schedule.placement,
+            self.stages,
+            self._transport,
+            slots=ring_slots(self.proof.programs),
         )
         self._evaluators: dict[int, Executor] = {}
 
@@ -123,9 +131,14 @@ class Pipeline:
         count = len(batches)
         if count not in self._evaluators:
             schedule = forward_only(self.schedule.placement, count)
-            program = verify(schedule).programs[self.rank]
+            programs = verify(schedule).programs
             self._evaluators[count] = Executor(
-                program, schedule.placement, self.stages, self._transport, evaluate=True
+                programs[self.rank],
+                schedule.placement,
+                self.stages,
+                self._transport,
+                slots=ring_slots(programs),
+                evaluate=True,
             )
         with _evaluation_mode([stage.module for stage in self.stages.values()]):
             losses = self._evaluators[count].run(batches, shape, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -12,8 +13,17 @@ from torch import Tensor
 
 from zerobubble.errors import UserError
 from zerobubble.runtime.stage import Stage
-from zerobubble.runtime.transport import Transfer, Transport
-from zerobubble.schedule.lower import Compute, Instruction, Post, Program, Release, Send, Wait
+from zerobubble.runtime.transport import Arrival, Transfer, Transport
+from zerobubble.schedule.lower import (
+    Channel,
+    Compute,
+    Instruction,
+    Post,
+    Program,
+    Release,
+    Send,
+    Wait,
+)
 from zerobubble.schedule.ops import Kind, Op
 from zerobubble.schedule.placement import Placement
 
@@ -27,7 +37,8 @@ class Executor:
 
     `transport` may be None where no boundary of the placement crosses ranks. A tensor on its
     way lives in a numbered slot from the op (or receive) that made it to the op (or send)
-    that takes it. `evaluate` runs F without graphs.
+    that takes it. `slots`: what `ring_slots` finds for all ranks' programs. `evaluate` runs F
+    without graphs.
     """
 
     def __init__(
@@ -37,6 +48,7 @@ class Executor:
         stages: Mapping[int, Stage],
         transport: Transport | None,
         *,
+        slots: Mapping[Channel, int] | None = None,
         evaluate: bool = False,
     ) -> None:
         self.rank = program.rank
@@ -50,8 +62,16 @@ class Executor:
         self._evaluate = evaluate
         self._slot_of: dict[tuple[bool, int, int, int], int] = {}
         self._slots: list[Any] = []
-        self._posted: dict[Op, tuple[Transfer, Tensor]] = {}
-        self._sends: dict[Any, deque[tuple[Transfer, Tensor]]] = {}
+        self._posted: dict[Op, Arrival] = {}
+        self._sends: dict[Channel, deque[tuple[Transfer, Tensor] | None]] = {}
+        self._ring_slots = dict(slots or {})
+        # What brings something to each stage from another rank.
+        self._incoming: dict[int, list[Channel]] = {}
+        for step in program.instructions:
+            if isinstance(step, Wait):
+                channels = self._incoming.setdefault(step.op.stage, [])
+                if step.channel not in channels:
+                    channels.append(step.channel)
         self._batches: Sequence[Any] = ()
         self._shape: Sequence[int] = ()
         self._dtype = torch.float32
@@ -74,6 +94,9 @@ class Executor:
         self._batches, self._shape, self._dtype = batches, shape, dtype
         self._loss_gradient = loss_gradient
         self._losses = {}
+        if self._transport is not None:
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._transport.fit(self._ring_slots, nbytes)
         starts, ends = self.starts, self.ends
         index = 0
         instruction: Instruction | None = None
@@ -88,7 +111,7 @@ class Executor:
                     run()
             for sends in self._sends.values():
                 while sends:
-                    sends.popleft()[0].wait()
+                    _finish(sends.popleft())
         except Exception as error:
             raise StepError(f"rank {self.rank}, {_where(instruction)}: {error}") from error
         finally:
@@ -118,18 +141,14 @@ class Executor:
             receive = self._transport.receiver(channel)
 
             def post() -> None:
-                # A fresh buffer per message: its op may keep it until W.
-                buffer = torch.empty(self._shape, dtype=self._dtype)
-                self._posted[op] = (receive(buffer), buffer)
+                self._posted[op] = receive(self._shape, self._dtype)
 
             return post
         if isinstance(instruction, Wait):
             slot = self._slot(forward, op, op.stage - 1 if forward else op.stage + 1)
 
             def wait() -> None:
-                transfer, buffer = self._posted.pop(op)
-                transfer.wait()
-                self._slots[slot] = buffer
+                self._slots[slot] = self._posted.pop(op).wait()
 
             return wait
         sends = self._sends.setdefault(channel, deque())
@@ -139,13 +158,14 @@ class Executor:
 
             def issue() -> None:
                 tensor = self._take(slot).contiguous()
-                sends.append((send(tensor), tensor))
+                transfer = send(tensor)
+                sends.append(None if transfer is None else (transfer, tensor))
 
             return issue
         assert isinstance(instruction, Release)
 
         def release() -> None:
-            sends.popleft()[0].wait()
+            _finish(sends.popleft())
 
         return release
 
@@ -153,9 +173,9 @@ class Executor:
         stage = self._stages[op.stage]
         microbatch = op.microbatch
         if op.kind is Kind.F:
-            return self._bind_forward(op, stage)
+            return self._then_free(op, self._bind_forward(op, stage))
         if op.kind is Kind.W:
-            return lambda: stage.backward_weight(microbatch)
+            return self._then_free(op, lambda: stage.backward_weight(microbatch))
         backward = stage.backward_input if op.kind is Kind.B else stage.backward
         into = self._slot(False, op, op.stage) if op.stage > 0 else None
         source = None if stage.last else self._slot(False, op, op.stage + 1)
@@ -164,9 +184,9 @@ class Executor:
             gradient: Any = self._loss_gradient if source is None else self._take(source)
             result = backward(microbatch, gradient)
             if into is not None:
-                self._slots[into] = result
+                self._slots[into] = _own(result, gradient)
 
-        return run
+        return self._then_free(op, run)
 
     def _bind_forward(self, op: Op, stage: Stage) -> Callable[[], None]:
         microbatch = op.microbatch
@@ -181,11 +201,42 @@ class Executor:
             else:
                 output = stage.forward(microbatch, hidden, batch)
             if into is None:
-                self._losses[microbatch] = output
+                self._losses[microbatch] = _own(output, hidden)
             else:
-                self._slots[into] = output
+                self._slots[into] = _own(output, hidden)
 
         return run
+
+    def _then_free(self, op: Op, run: Callable[[], None]) -> Callable[[], None]:
+        """`run`, then hand back what the stage received for this microbatch, if it was the last
+        to use it: W or BW, and F where there is no backward."""
+        last = (Kind.F,) if self._evaluate else (Kind.W, Kind.BW)
+        channels = self._incoming.get(op.stage, []) if op.kind in last else []
+        assert self._transport is not None or not channels
+        freers = [self._transport.freer(c) for c in channels] if self._transport else []
+        calls = [free for free in freers if free is not None]
+        if not calls:
+            return run
+
+        def run_and_free() -> None:
+            run()
+            for free in calls:
+                free()
+
+        return run_and_free
+
+
+def _own(result: Any, received: Tensor | None) -> Any:
+    """`result`, in memory of its own: what was received is given back when its stage is done."""
+    if result is None or received is None:
+        return result
+    shared = result.untyped_storage().data_ptr() == received.untyped_storage().data_ptr()
+    return result.clone() if shared else result
+
+
+def _finish(send: tuple[Transfer, Tensor] | None) -> None:
+    if send is not None:
+        send[0].wait()
 
 
 def _where(instruction: Instruction | None) -> str:

@@ -8,6 +8,7 @@ instruction: the executor keeps the tensor.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zerobubble.errors import UserError
@@ -125,21 +126,69 @@ def lower(schedule: Schedule, window: int = 4) -> tuple[Program, ...]:
         raise UserError(f"a window of {window} receives; post at least 1 ahead")
     by_end = {(c.boundary, c.kind): c for c in channels(schedule.placement)}
     rows = [_instructions(order, by_end, window) for order in schedule.orders]
-    received = [_received_by_send(row) for row in rows]
+    received = [_counts_by_send(row, _received_with) for row in rows]
     return tuple(Program(rank, _with_releases(row, received)) for rank, row in enumerate(rows))
 
 
-def _received_by_send(
+def ring_slots(programs: Sequence[Program]) -> dict[Channel, int]:
+    """Per channel, how many tensors its sender can be ahead of what the receiver is done with.
+
+    A receiver is done with a tensor at the end of its stage's W (or BW) of that microbatch, of
+    its F where there is no backward. With a ring of that many slots no send ever finds it full:
+    what the sender has received back proves that the slot is free again.
+    """
+    backward = any(
+        isinstance(step, Compute) and step.op.kind is not Kind.F
+        for program in programs
+        for step in program.instructions
+    )
+
+    def freed(step: Instruction, channels: dict[int, list[Channel]]) -> list[Channel]:
+        last = isinstance(step, Compute) and step.op.kind.is_weight is backward
+        return channels.get(step.op.stage, []) if last else []
+
+    known = [_counts_by_send(program.instructions, freed) for program in programs]
+    slots: dict[Channel, int] = {}
+    for program in programs:
+        sent: dict[Channel, int] = {}
+        free: dict[Channel, int] = {}
+        waited: dict[Channel, int] = {}
+        for step in program.instructions:
+            channel = None if isinstance(step, Compute) else step.channel
+            if channel is not None and isinstance(step, Wait):
+                number = waited.get(channel, 0)
+                waited[channel] = number + 1
+                free.update(known[channel.source].get((channel, number), {}))
+            elif channel is not None and isinstance(step, Send):
+                sent[channel] = sent.get(channel, 0) + 1
+                ahead = sent[channel] - free.get(channel, 0)
+                slots[channel] = max(slots.get(channel, 0), ahead)
+    return slots
+
+
+def _received_with(step: Instruction, _channels: dict[int, list[Channel]]) -> list[Channel]:
+    return [step.channel] if isinstance(step, Wait) else []
+
+
+def _counts_by_send(
     row: tuple[Instruction, ...],
+    counted: Callable[[Instruction, dict[int, list[Channel]]], list[Channel]],
 ) -> dict[tuple[Channel, int], dict[Channel, int]]:
-    """Per (channel, n-th send on it): how many tensors of each channel had been received."""
+    """Per (channel, n-th send on it): how often each channel of that peer had been counted.
+
+    `counted` gets a step, and the channels that bring something to each stage here.
+    """
+    incoming: dict[int, list[Channel]] = {}
+    for step in row:
+        if isinstance(step, Wait) and step.channel not in incoming.get(step.op.stage, []):
+            incoming.setdefault(step.op.stage, []).append(step.channel)
     counts: dict[Channel, int] = {}
     sent: dict[Channel, int] = {}
     known = {}
     for step in row:
-        if isinstance(step, Wait):
-            counts[step.channel] = counts.get(step.channel, 0) + 1
-        elif isinstance(step, Send):
+        for channel in counted(step, incoming):
+            counts[channel] = counts.get(channel, 0) + 1
+        if isinstance(step, Send):
             number = sent.get(step.channel, 0)
             sent[step.channel] = number + 1
             known[step.channel, number] = {

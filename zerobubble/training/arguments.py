@@ -44,6 +44,7 @@ class PipelineArguments:
     allow_padding: bool
     print_schedule: bool
     backend: Literal["gloo", "nccl"] | None
+    transport: Literal["auto", "gloo", "shared-memory"]
 
     @property
     def ranks(self) -> int:
@@ -331,6 +332,7 @@ def _pipeline(flags: argparse.Namespace, microbatches: int) -> PipelineArguments
         allow_padding=flags.allow_padding_num_layers,
         print_schedule=flags.print_schedule,
         backend=flags.distributed_backend,
+        transport=flags.transport,
     )
 
 

@@ -219,6 +219,12 @@ def _pipeline(parser: argparse.ArgumentParser) -> None:
     add("--profile-step-end", type=natural, default=12, help="first iteration not traced any more")
     add("--trace-path", default="trace.json", help="where --profile writes")
     add(
+        "--transport",
+        choices=("auto", "gloo", "shared-memory"),
+        default="auto",
+        help="between stages; auto: shared memory where all ranks are on one host",
+    )
+    add(
         "--distributed-backend",
         choices=("nccl", "gloo"),
         help="gloo if not given; nccl is not there yet",

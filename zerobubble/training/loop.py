@@ -83,7 +83,7 @@ class Training:
             eps=arguments.optimizer.eps,
         )
         trainer = Trainer(
-            Pipeline(modules, self.schedule),
+            Pipeline(modules, self.schedule, transport=arguments.pipeline.transport),
             optimizer,
             _scaler(arguments.precision),
             width=self.config.hidden,

@@ -7,14 +7,27 @@ once the peer has posted the receive, and its transfer goes on while either side
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerobubble.runtime.transport import Transfer
+from zerobubble.runtime.transport import Post, Send
 from zerobubble.schedule.lower import Channel
+
+
+@dataclass(slots=True)
+class _Arrival:
+    work: Any
+    buffer: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.buffer
 
 
 class GlooTransport:
@@ -34,12 +47,24 @@ class GlooTransport:
             if me in pair:
                 self._peers[channel] = (group, 1 - pair.index(me))
 
-    def sender(self, channel: Channel) -> Callable[[Tensor], Transfer]:
-        """A call that issues a send on `channel` and returns at once."""
+    def sender(self, channel: Channel) -> Send:
+        """The sends of `channel`, whose source is here."""
         group, peer = self._peers[channel]
         return lambda tensor: group.send([tensor], peer, 0)
 
-    def receiver(self, channel: Channel) -> Callable[[Tensor], Transfer]:
-        """A call that posts a receive on `channel` into a tensor and returns at once."""
+    def receiver(self, channel: Channel) -> Post:
+        """The receives of `channel`; each into a buffer of its own, which its op may keep."""
         group, peer = self._peers[channel]
-        return lambda tensor: group.recv([tensor], peer, 0)
+
+        def post(shape: Sequence[int], dtype: torch.dtype) -> _Arrival:
+            buffer = torch.empty(shape, dtype=dtype)
+            return _Arrival(group.recv([buffer], peer, 0), buffer)
+
+        return post
+
+    def freer(self, _channel: Channel) -> Callable[[], None] | None:
+        """Nothing is reused."""
+        return None
+
+    def fit(self, _slots: Mapping[Channel, int], _nbytes: int) -> None:
+        """Gloo keeps whatever is in flight."""
