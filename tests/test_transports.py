@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks import run_ranks
 from tests.test_same_bits import Case, differences, reference
@@ -72,15 +73,26 @@ def _pipeline(rank: int, transport: TransportName, timeout_s: float) -> Pipeline
     return Pipeline(modules, schedule, transport=transport, timeout=timedelta(seconds=timeout_s))
 
 
+class AddOne(nn.Module):
+    def __init__(self, shape: tuple[int, int], *, last: bool) -> None:
+        super().__init__()
+        self.shape, self.last = shape, last
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: torch.Tensor | None, _batch: None) -> torch.Tensor:
+        hidden = (torch.zeros(self.shape) if hidden is None else hidden) + self.weight
+        return hidden.mean() if self.last else hidden
+
+
 def _sizes(rank: int, transport: TransportName) -> None:
     # Steps of changing shapes, and evaluations between them: rings grow, tensors stay right.
     schedule = families.build("1f1b", 2, 4)
     for width in (8, 64, 16):
-        modules = {rank: EmulatedStage((8, width), 0, 0, 0, last=rank == 1)}
+        modules = {rank: AddOne((8, width), last=rank == 1)}
         pipeline = Pipeline(modules, schedule, transport=transport)
         for rows in (8, 32, 4):
             if rank == 0:
-                modules[0].shape = (rows, width)
+                modules[0].shape = rows, width
             losses = pipeline.step([None] * 4, shape=(rows, width))
             losses += pipeline.evaluate([None] * 7, shape=(rows, width))
             assert [loss.item() for loss in losses] == [2.0] * len(losses)

@@ -77,7 +77,13 @@ class Executor:
         self._dtype = torch.float32
         self._loss_gradient: Tensor | None = None
         self._losses: dict[int, Tensor] = {}
-        self._steps = [(self._bind(i), i) for i in program.instructions]
+        self._instructions = program.instructions
+        # What to call, and which op it is (-1: a transfer, not timed).
+        numbers = iter(range(len(self.ops)))
+        self._steps = [
+            (self._bind(i), next(numbers) if isinstance(i, Compute) else -1)
+            for i in program.instructions
+        ]
 
     def run(
         self,
@@ -98,22 +104,21 @@ class Executor:
             nbytes = math.prod(shape) * dtype.itemsize
             self._transport.fit(self._ring_slots, nbytes)
         starts, ends = self.starts, self.ends
-        index = 0
-        instruction: Instruction | None = None
+        position = 0
         try:
-            for run, instruction in self._steps:
-                if isinstance(instruction, Compute):
-                    starts[index] = perf_counter()
+            for position, (run, number) in enumerate(self._steps):  # noqa: B007
+                if number < 0:
                     run()
-                    ends[index] = perf_counter()
-                    index += 1
                 else:
+                    starts[number] = perf_counter()
                     run()
+                    ends[number] = perf_counter()
             for sends in self._sends.values():
                 while sends:
                     _finish(sends.popleft())
         except Exception as error:
-            raise StepError(f"rank {self.rank}, {_where(instruction)}: {error}") from error
+            where = _where(self._instructions[position])
+            raise StepError(f"rank {self.rank}, {where}: {error}") from error
         finally:
             self._batches = ()
         return self._losses
@@ -179,12 +184,13 @@ class Executor:
         backward = stage.backward_input if op.kind is Kind.B else stage.backward
         into = self._slot(False, op, op.stage) if op.stage > 0 else None
         source = None if stage.last else self._slot(False, op, op.stage + 1)
+        stays = op.stage > 0 and not self._placement.crosses(op.stage - 1)
 
         def run() -> None:
             gradient: Any = self._loss_gradient if source is None else self._take(source)
             result = backward(microbatch, gradient)
             if into is not None:
-                self._slots[into] = _own(result, gradient)
+                self._slots[into] = _own(result, gradient) if stays else result
 
         return self._then_free(op, run)
 
@@ -192,6 +198,7 @@ class Executor:
         microbatch = op.microbatch
         source = self._slot(True, op, op.stage - 1) if op.stage > 0 else None
         into = None if stage.last else self._slot(True, op, op.stage)
+        stays = not stage.last and not self._placement.crosses(op.stage)
 
         def run() -> None:
             hidden = None if source is None else self._take(source)
@@ -203,7 +210,7 @@ class Executor:
             if into is None:
                 self._losses[microbatch] = _own(output, hidden)
             else:
-                self._slots[into] = _own(output, hidden)
+                self._slots[into] = _own(output, hidden) if stays else output
 
         return run
 
@@ -239,9 +246,7 @@ def _finish(send: tuple[Transfer, Tensor] | None) -> None:
         send[0].wait()
 
 
-def _where(instruction: Instruction | None) -> str:
-    if instruction is None:
-        return "before the first op"
+def _where(instruction: Instruction) -> str:
     if isinstance(instruction, Compute):
         return str(instruction.op)
     channel = instruction.channel

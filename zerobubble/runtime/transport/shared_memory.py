@@ -11,6 +11,7 @@ the semaphores lie in it. What a killed process leaves behind, the kernel frees.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import time
@@ -89,6 +90,7 @@ class _Ring:
         self._number = 0
         self._slots = self._slot_bytes = 0
         self._memory: mmap.mmap | None = None
+        self._tensors: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def acquire(self, semaphore: _Semaphore, what: str) -> None:
         """Take a semaphore that the peer posts. Raises where it is gone or too slow."""
@@ -104,15 +106,17 @@ class _Ring:
                 )
 
     def slot(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor over the next slot."""
-        assert self._memory is not None
-        elements = 1
-        for size in shape:
-            elements *= size
-        offset = self._count % self._slots * self._slot_bytes
+        """The tensor over the next slot: the same object each time round."""
+        place = self._count % self._slots
         self._count += 1
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=elements, offset=offset)
-        return flat.view(tuple(shape))
+        key = place, tuple(shape), dtype
+        found = self._tensors.get(key)
+        if found is None:
+            assert self._memory is not None
+            offset, elements = place * self._slot_bytes, math.prod(shape)
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=elements, offset=offset)
+            found = self._tensors[key] = flat.view(tuple(shape))
+        return found
 
     def make(self, slots: int, slot_bytes: int) -> None:
         """At the sender, between two steps: a ring of new memory, once the old one is free."""
@@ -126,18 +130,20 @@ class _Ring:
         self._descriptor = os.memfd_create("zerobubble")
         os.ftruncate(self._descriptor, slots * slot_bytes)
         self._memory = mmap.mmap(self._descriptor, slots * slot_bytes)
+        self._tensors = {}
         self._described[:] = [self._number, self._descriptor, slots, slot_bytes]
         for _ in range(slots):
             self.free.post()
 
     def follow(self) -> None:
         """At the receiver: open the sender's ring where it is a new one."""
-        number, descriptor, slots, slot_bytes = self._described
-        if number == self._number:
+        if self._described[0] == self._number:
             return
+        number, descriptor, slots, slot_bytes = self._described
         self._number, self._slots, self._slot_bytes = number, slots, slot_bytes
         opened = os.open(f"/proc/{self._peer_process}/fd/{descriptor}", os.O_RDWR)
         self._memory = mmap.mmap(opened, slots * slot_bytes)
+        self._tensors = {}
         os.close(opened)
 
     def holds(self, slots: int, slot_bytes: int) -> bool:
@@ -161,7 +167,8 @@ class _Arrival:
         ring = self._ring
         ring.acquire(ring.filled, "tensor")
         ring.follow()
-        return ring.slot(self._shape, self._dtype)
+        # A tensor of its own over the slot: the stage makes it the leaf of a graph.
+        return ring.slot(self._shape, self._dtype).detach()
 
 
 class SharedMemoryTransport:
