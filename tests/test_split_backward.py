@@ -99,6 +99,21 @@ class Convolving(nn.Module):
         return output
 
 
+class Picture(nn.Module):
+    """Rows as channels of a small picture; strides, groups, dilation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(5, 8, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(8, 5, 3, padding=2, dilation=2)
+        self.third = nn.Conv2d(5, 5, 1, groups=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        picture = x.unflatten(-1, (4, 4))
+        output: Tensor = self.third(torch.relu(self.second(self.first(picture)))).flatten(-2)
+        return output
+
+
 class View(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -130,6 +145,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "custom function": Custom,
     "attention": Attending,
     "convolution": Convolving,
+    "picture": Picture,
     "view": View,
     "frozen": frozen,
     "weight norm": normed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,6 +165,94 @@ class _EmbeddingFunction(torch.autograd.Function):
         return None, None, None, None
 
 
+class _Conv1DFunction(torch.autograd.Function):
+    """y = x W + b, as transformers' Conv1D (GPT-2) computes it: its weight is (in, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter, deferral: Deferral
+    ) -> Tensor:
+        ctx.parameter = weight
+        ctx.deferral = deferral
+        ctx.save_for_backward(x)
+        rows = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+        # A fresh tensor, not a view: see _LinearFunction.
+        output: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], weight.shape[1]))
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach()
+        parameter: nn.Parameter = ctx.parameter
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = rows.mm(parameter.t()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+
+            def compute() -> Tensor:
+                gradient: Tensor = x.reshape(-1, x.shape[-1]).t().mm(rows)
+                return gradient
+
+            if ctx.deferral.collecting is None:
+                grad_weight = compute()
+            else:
+                ctx.deferral.put(parameter, compute)
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _ConvolutionFunction(torch.autograd.Function):
+    """A convolution whose backward is torch's own, once for the input and once for the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        settings: tuple[Any, ...],
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.parameter = weight
+        ctx.settings = settings
+        ctx.deferral = deferral
+        ctx.save_for_backward(x)
+        output: Tensor = torch.ops.aten.convolution(x, weight, bias, *settings)
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x = ctx.saved_tensors[0].detach()
+        parameter: nn.Parameter = ctx.parameter
+        settings: tuple[Any, ...] = ctx.settings
+
+        def gradients(mask: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+            found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+                grad, x, parameter, [parameter.shape[0]], *settings, mask
+            )
+            return found
+
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        defers = needs_weight and ctx.deferral.collecting is not None
+        grad_x, grad_weight, grad_bias = gradients(
+            [needs_x, needs_weight and not defers, needs_bias]
+        )
+        if defers:
+            ctx.deferral.put(parameter, lambda: gradients([False, True, False])[1])
+        # What the mask leaves out may come back all the same.
+        return (
+            grad_x if needs_x else None,
+            None if defers or not needs_weight else grad_weight,
+            grad_bias if needs_bias else None,
+            None,
+            None,
+        )
+
+
 def _apply(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)  # torch leaves `apply` untyped
 
@@ -202,6 +291,46 @@ class DeferringEmbedding(nn.Embedding):
         return output
 
 
+class _DeferringConvolution(nn.modules.conv._ConvNd):
+    """A convolution whose weight gradient can be put off."""
+
+    deferral: Deferral
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As the class it stands for."""
+        if not (torch.is_grad_enabled() and self.weight.requires_grad) or (
+            torch.is_autocast_enabled(input.device.type)
+        ):
+            return super().forward(input)  # type: ignore[no-any-return]
+        settings = (
+            *(list(self.stride), list(self.padding), list(self.dilation)),
+            *(False, [0] * len(self.stride), self.groups),
+        )
+        output: Tensor = _apply(
+            _ConvolutionFunction, input, self.weight, self.bias, settings, self.deferral
+        )
+        return output
+
+
+class DeferringConv1d(_DeferringConvolution, nn.Conv1d):
+    """An nn.Conv1d whose weight gradient can be put off."""
+
+
+class DeferringConv2d(_DeferringConvolution, nn.Conv2d):
+    """An nn.Conv2d whose weight gradient can be put off."""
+
+
+class DeferringConv3d(_DeferringConvolution, nn.Conv3d):
+    """An nn.Conv3d whose weight gradient can be put off."""
+
+
+_CONVOLUTIONS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: DeferringConv1d,
+    nn.Conv2d: DeferringConv2d,
+    nn.Conv3d: DeferringConv3d,
+}
+
+
 @dataclass(frozen=True)
 class SplitReport:
     """How much of a stage's parameters W computes."""
@@ -234,6 +363,10 @@ def split(module: nn.Module) -> tuple[Deferral, SplitReport]:
             child.__class__ = DeferringLinear
         elif type(child) is nn.Embedding and _plain(child):
             child.__class__ = DeferringEmbedding
+        elif type(child) in _CONVOLUTIONS and _zero_padded(child):
+            child.__class__ = _CONVOLUTIONS[type(child)]
+        elif _is_transformers_conv1d(child):
+            child.forward = partial(_conv1d_forward, child)
         else:
             continue
         child.deferral = deferral  # type: ignore[assignment]
@@ -243,6 +376,28 @@ def split(module: nn.Module) -> tuple[Deferral, SplitReport]:
         deferred=sum(parameter.numel() for parameter in deferred),
         parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
     )
+
+
+def _is_transformers_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer, told by its name: transformers need not be installed."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _conv1d_forward(module: nn.Module, x: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, Tensor)
+    if not (torch.is_grad_enabled() and weight.requires_grad) or (
+        torch.is_autocast_enabled(x.device.type)
+    ):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    output: Tensor = _apply(_Conv1DFunction, x, weight, bias, module.deferral)
+    return output
+
+
+def _zero_padded(convolution: nn.Module) -> bool:
+    """Other paddings, and those given by name, are computed around the convolution."""
+    return convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
 
 
 def _plain(embedding: nn.Embedding) -> bool:
