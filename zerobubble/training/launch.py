@@ -29,15 +29,21 @@ def join(backend: str | None, timeout: timedelta = timedelta(minutes=10)) -> Non
     """
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
+    from torch._C._distributed_c10d import HashStore, PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     if backend == "nccl":
         found = "no GPU is here" if not torch.cuda.is_available() else "it is not there yet"
         raise UserError(f"--distributed-backend nccl: {found}; use gloo, on CPUs")
     if rank_and_world()[1] == 1:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+        return
+    rank, world = rank_and_world()
+    store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+    # A restart of torchrun keeps its store: a fresh prefix hides the dead processes' addresses.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"restart-{restart}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def agree(prepare: Callable[[], T]) -> T:
