@@ -177,6 +177,11 @@ def test_flags_that_change_nothing_are_said(flags: str, note: str) -> None:
         ("--num-layer 3", "unknown flag --num-layer; the nearest known one is --num-layers"),
         ("--transformer-impl local stray", "'stray' belongs to no flag"),
         ("--fp16 --loss-scale-window inf", "--loss-scale-window: inf must be a whole number"),
+        ("--adam-eps 0", "--adam-eps: 0 must be above 0"),
+        (
+            "--global-batch-size 4 --micro-batch-size 2 --eval-micro-batch-size 3",
+            "4 is not a multiple of --eval-micro-batch-size 3; use 6",
+        ),
         ("stray", "'stray' belongs to no flag"),
         ("--num-layers x", "--num-layers: invalid int value: 'x'"),
         ("--num-layers 0", "--num-layers: 0 must be at least 1"),

@@ -184,6 +184,14 @@ def test_a_blend_of_two_files(prefix: str) -> None:
     assert both.train[49]["tokens"].shape == (32,)
     assert parse_blend(["a", "b"]) == (["a", "b"], None)
     assert parse_blend(["1", "a", "2", "b"]) == (["a", "b"], [1.0, 2.0])
+    for words, message in (
+        (["0.3", "a", "b"], "3 words; give prefixes, or weight prefix"),
+        (["0", "a"], "the weight 0; weights must be above 0"),
+        (["-1", "a", "2", "b"], "the weight -1; weights must be above 0"),
+        (["1", "a", "b", "2"], "4 words; give prefixes, or weight prefix"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_blend(words)
 
 
 def test_the_corpus_is_real_and_the_same_every_time() -> None:
@@ -191,6 +199,7 @@ def test_the_corpus_is_real_and_the_same_every_time() -> None:
     assert np.array_equal(tokens, standard_library(ByteTokenizer(), most_bytes=300_000))
     text = tokens.tobytes().decode(errors="replace")
     assert text.count("def ") > 300
+    assert len(TokenWindows(tokens, 64, 10**12, seed=3)) == 10**12  # no order is made ahead
     windows = TokenWindows(tokens, 64, 10_000, seed=3)
     again = TokenWindows(tokens, 64, 10_000, seed=3)
     other = TokenWindows(tokens, 64, 10_000, seed=4)
@@ -247,7 +256,7 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_preprocess_command(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "a.txt").write_text("\ufeffhello")
     (tmp_path / "b.jsonl").write_text('{"body": "world"}\n\n{"body": ""}\n')
     done = cli(
         *("preprocess", "--input", f"{tmp_path}/a.txt", "--input", f"{tmp_path}/b.jsonl"),
@@ -265,10 +274,15 @@ def test_preprocess_command(tmp_path: Path) -> None:
 def test_preprocess_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": 3}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\nnot json\n')
+    (tmp_path / "d.jsonl").write_text('{"text": "\\ud800"}\n')
+    (tmp_path / "e.txt").write_text("a\0b")
     for name, message in (
         ("a.jsonl", "line 2 has no text under 'text'"),
         ("b.jsonl", "line 2 is not JSON"),
         ("c.jsonl", "c.jsonl is not there"),
+        ("d.jsonl", "line 1 holds half a surrogate pair"),
+        ("e.txt", "holds byte 0 at byte 1"),
+        ("", "is a folder; name its files"),
     ):
         done = cli(
             "preprocess", "--input", f"{tmp_path}/{name}", "--output-prefix", f"{tmp_path}/x"

@@ -17,6 +17,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.reference import Reference
 from zerobubble.data.loader import Loader
+from zerobubble.errors import UserError
 from zerobubble.model.batch import Batch
 from zerobubble.model.seeds import mix
 from zerobubble.training.arguments import parse
@@ -129,8 +130,8 @@ def test_evaluation_leaves_no_trace_in_training(name: str, tmp_path: Path) -> No
     expected = [one.evaluate(0)]
     assert losses(lines) == one.train(4)
     assert losses(lines, "validation")[0] == expected[0]
-    assert losses(lines, "validation")[-1] == one.evaluate(2)
-    assert [line["iteration"] for line in lines if line["kind"] == "validation"] == [0, 2, 4, 4]
+    assert losses(lines, "validation")[-1] == one.evaluate(1)
+    assert [line["iteration"] for line in lines if line["kind"] == "validation"] == [0, 2, 4]
     assert all(math.isfinite(x) for x in losses(lines, "validation") + losses(lines, "test"))
 
 
@@ -204,3 +205,63 @@ def test_what_is_printed(tmp_path: Path) -> None:
 def test_a_folder_to_load_that_is_empty_is_said(tmp_path: Path) -> None:
     printed = _printed(1, f"{TINY} --train-iters 1 --load {tmp_path}/none")
     assert "holds no checkpoint yet; starting from the seed" in printed
+
+
+def _refusal(rank: int, text: str) -> str:
+    try:
+        _train(rank, text)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    text = f"{TINY} --global-batch-size 4"
+    train(1, f"{text} --train-iters 2 --save {tmp_path}/save", tmp_path / "log")
+    base = f"{text} --train-iters 4 --load {tmp_path}/save"
+    for flags, message in (
+        ("--num-layers 6", "layers is 8 there and 6 here"),
+        ("--num-layers 10", "layers is 8 there and 10 here"),
+        ("--num-attention-heads 8", "heads is 4 there and 8 here"),
+        ("--normalization RMSNorm", "normalization is LayerNorm there and RMSNorm here"),
+        ("--position-embedding-type none", "position_embedding is learned_absolute there"),
+        ("--vocab-size 300", "vocab is 128 there and 384 here"),
+        ("--global-batch-size 2", "has consumed 8 samples in 2 iterations"),
+    ):
+        (found,) = run_ranks(_refusal, 1, f"{base} {flags}")
+        assert message in found, flags
+        assert "\n" not in found
+    for garbage in (b"\xff\xfe", b"x"):
+        (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_bytes(garbage)
+        (found,) = run_ranks(_refusal, 1, base)
+        assert "latest_checkpointed_iteration.txt" in found
+        assert "correct or remove it" in found
+    (found,) = run_ranks(_refusal, 1, base.replace(f"{tmp_path}/save", str(tmp_path / "log")))
+    assert "is a file; name the folder" in found
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_train(tmp_path: Path) -> None:
+    text = f"{TINY} --train-iters 2 --save {tmp_path}/save --load {tmp_path}/save"
+    train(1, text, tmp_path / "log")
+    assert "note: nothing to train: 2 iterations are done, 2 were asked for" in _printed(1, text)
+
+
+def test_a_trace_of_iterations_that_were_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    text = f"{TINY} --train-iters 4 --exit-interval 1 --profile --profile-step-start 2"
+    text += f" --profile-step-end 3 --trace-path {trace}"
+    assert "no trace was written" in _printed(1, text)
+    assert not trace.exists()
+
+
+def test_the_share_that_is_split_is_printed() -> None:
+    printed = _printed(2, f"{TINY} --train-iters 1 --schedule zb-v")
+    assert "split backward: parameters deferred to W, per stage: 9" in printed
+    assert "split backward" not in _printed(2, f"{TINY} --train-iters 1 --schedule 1f1b")
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    text = f"{TINY} --train-iters 1 --fp16"
+    (line,) = train(1, text, tmp_path / "log")
+    assert line["grad_norm"] is None
+    assert line["skipped_iterations"] == 1

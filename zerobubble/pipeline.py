@@ -36,9 +36,8 @@ class Pipeline:
     contribution per microbatch in ascending order, to the parameter's `main_grad` where it
     has one, else to `.grad`.
 
-    `ranks` are the global ranks of the pipeline, rank 0 first (default: all). With more than
-    one rank, torch.distributed must be initialised and every process must make the Pipeline
-    at the same point: its channels are opened here.
+    Every process of torch.distributed's default group is a rank of the pipeline, and all make
+    the Pipeline at the same point: its channels are opened here. One rank needs no group.
 
     `transport`: "gloo", "shared-memory" (CPU ranks of one host), or "auto": shared memory where
     it can be. A rank that waits longer than `timeout` for a peer gives up.
@@ -51,7 +50,6 @@ class Pipeline:
         modules: Mapping[int, nn.Module],
         schedule: Schedule,
         *,
-        ranks: Sequence[int] | None = None,
         costs: Costs | None = None,
         transport: TransportName = "auto",
         timeout: timedelta = timedelta(minutes=5),
@@ -59,13 +57,13 @@ class Pipeline:
         self.proof = verify(schedule, costs)
         self.schedule = schedule
         world = dist.get_world_size() if dist.is_initialized() else 1
-        self.ranks = tuple(range(world)) if ranks is None else tuple(ranks)
-        if len(self.ranks) != schedule.ranks:
+        self.ranks = tuple(range(world))
+        if world != schedule.ranks:
             raise UserError(
-                f"the schedule is for {schedule.ranks} ranks, the pipeline has {len(self.ranks)}"
+                f"the schedule is for {schedule.ranks} ranks, {world} processes are here; start "
+                f"{schedule.ranks} or build the schedule for {world}"
             )
-        me = dist.get_rank() if dist.is_initialized() else 0
-        self.rank = self.ranks.index(me)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         held = schedule.placement.stages_of(self.rank)
         if sorted(modules) != list(held):
             raise UserError(
@@ -157,7 +155,7 @@ class Pipeline:
         rows: list[Any] = [row]
         if len(self.ranks) > 1:
             gathered: list[Any] | None = [None] * len(self.ranks) if self.rank == 0 else None
-            dist.gather_object(row, gathered, dst=self.ranks[0])
+            dist.gather_object(row, gathered)
             if gathered is None:
                 return None
             rows = gathered

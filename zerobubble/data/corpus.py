@@ -28,11 +28,8 @@ class TokenWindows(Dataset[Sample]):
     def __init__(self, tokens: np.ndarray, seq_length: int, samples: int, seed: int) -> None:
         self._tokens, self._length, self._samples = tokens, seq_length, samples
         self._windows = (len(tokens) - 1) // seq_length
-        epochs = -(-samples // self._windows)
-        self._orders = [
-            np.random.RandomState((seed + epoch) % 2**32).permutation(self._windows)
-            for epoch in range(epochs)
-        ]
+        self._seed = seed
+        self._order: tuple[int, np.ndarray] = -1, np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self._samples
@@ -41,7 +38,10 @@ class TokenWindows(Dataset[Sample]):
         if not 0 <= index < self._samples:
             raise IndexError(index)
         epoch, place = divmod(index, self._windows)
-        start = int(self._orders[epoch][place]) * self._length
+        if self._order[0] != epoch:  # one epoch's order at a time, when it is reached
+            random = np.random.RandomState((self._seed + epoch) % 2**32)
+            self._order = epoch, random.permutation(self._windows)
+        start = int(self._order[1][place]) * self._length
         window = self._tokens[start : start + self._length + 1].astype(np.int64)
         return _sample(torch.from_numpy(window))
 

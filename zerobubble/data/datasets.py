@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -101,11 +102,19 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def parse_blend(path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """One prefix, several, or weights and prefixes in turn."""
-    weights = [_number(word) for word in path[::2]]
-    if len(path) % 2 == 0 and all(weight is not None for weight in weights):
-        return list(path[1::2]), [weight for weight in weights if weight is not None]
-    return list(path), None
+    """One prefix, several, or weights and prefixes in turn. Raises UserError for a mixture."""
+    numbers = [_number(word) for word in path]
+    if all(number is None for number in numbers):
+        return list(path), None
+    weights = [number for number in numbers[::2] if number is not None]
+    if len(path) % 2 or len(weights) < len(path) // 2:
+        raise UserError(
+            f"--data-path has {len(path)} words; give prefixes, or weight prefix weight prefix ..."
+        )
+    for weight in weights:
+        if not 0 < weight < float("inf"):
+            raise UserError(f"--data-path has the weight {weight:g}; weights must be above 0")
+    return list(path[1::2]), weights
 
 
 def _number(word: str) -> float | None:
@@ -206,4 +215,5 @@ def _quiet_and_alone() -> Iterator[None]:
     would leave the others in; whoever calls us keeps the ranks in step."""
     with warnings.catch_warnings(), patch("torch.distributed.is_initialized", lambda: False):
         warnings.simplefilter("ignore")
+        logging.getLogger("megatron.core").setLevel(logging.ERROR)
         yield

@@ -46,7 +46,8 @@ def preprocess(
     tokenizer = make_tokenizer()
     for name in inputs:
         if not Path(name).is_file():
-            raise UserError(f"--input {name} is not there")
+            what = "is a folder; name its files" if Path(name).is_dir() else "is not there"
+            raise UserError(f"--input {name} {what}")
     dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32  # as Megatron chooses
     end = [tokenizer.eod] if append_eod else []
     partial_bin, partial_idx = f"{prefix}.partial.bin", f"{prefix}.partial.idx"
@@ -79,7 +80,7 @@ def preprocess(
 def _documents(inputs: Sequence[str], json_key: str) -> Iterator[str]:
     for name in inputs:
         try:
-            with open(name, encoding="utf-8") as file:
+            with open(name, encoding="utf-8-sig") as file:
                 if not name.endswith((".json", ".jsonl")):
                     yield file.read()
                     continue
@@ -98,6 +99,10 @@ def _text(line: str, json_key: str, where: str) -> str:
     if not isinstance(value, dict) or not isinstance(value.get(json_key), str):
         raise UserError(f"{where} has no text under {json_key!r}; name the key with --json-key")
     text: str = value[json_key]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} holds half a surrogate pair, which is no text") from error
     return text
 
 

@@ -44,8 +44,14 @@ class ByteTokenizer:
         return OrderedDict({"class": "ByteTokenizer"})
 
     def tokenize(self, text: str) -> list[int]:
-        """The bytes of `text`."""
-        return list(text.encode())
+        """The bytes of `text`. Raises UserError for one that holds byte 0."""
+        data = text.encode()
+        if self.eod in data:
+            raise UserError(
+                f"a text holds byte 0 at byte {data.index(self.eod)}, which ends a document here; "
+                "remove it"
+            )
+        return list(data)
 
     def detokenize(self, ids: list[int]) -> str:
         """The text; bytes that are no UTF-8 are replaced."""

@@ -107,9 +107,12 @@ def write_chrome_trace(path: str | Path, timelines: Sequence[Timeline]) -> None:
 
 def check_trace_path(path: str | Path) -> None:
     """Make sure, before a long run, that a trace can be written. Raises UserError if not."""
+    new = not Path(path).exists()
     try:
         with Path(path).open("a", encoding="utf-8"):
             pass
+        if new:
+            Path(path).unlink()
     except OSError as error:
         raise UserError(f"cannot write trace {path}: {error.strerror}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -361,7 +362,8 @@ def _batch(flags: argparse.Namespace) -> BatchArguments:
     eval_micro = flags.eval_micro_batch_size or micro
     for size, flag in ((micro, "--micro-batch-size"), (eval_micro, "--eval-micro-batch-size")):
         if whole % size:
-            nearest = max(1, round(whole / size)) * size
+            both = math.lcm(micro, eval_micro)
+            nearest = max(1, round(whole / both)) * both
             raise UserError(
                 f"--global-batch-size {whole} is not a multiple of {flag} {size}; "
                 f"use {nearest} or change {flag}"
@@ -517,6 +519,13 @@ def _notes(flags: argparse.Namespace, given: list[str]) -> tuple[str, ...]:
         idle = dict.fromkeys(flag for flag in given if flag in dependents)
         if missing and idle:
             notes.append(f"no effect without {needed}: {' '.join(idle)}")
+    if flags.mock_data:
+        idle = dict.fromkeys(flag for flag in given if flag in ("--split", "--tokenizer-type"))
+        if idle:
+            notes.append(f"no effect with --mock-data: {' '.join(idle)}")
+    rope = flags.use_rotary_position_embeddings or flags.position_embedding_type == "rope"
+    if "--rotary-base" in given and not rope:
+        notes.append("no effect without --position-embedding-type rope: --rotary-base")
     if flags.sequence_parallel:
         notes.append("--sequence-parallel is off: --tensor-model-parallel-size is 1")
     return tuple(notes)

@@ -44,10 +44,12 @@ def save(
     parameters: Mapping[str, nn.Parameter],
     optimizer: Mapping[str, Any],
     progress: Mapping[str, Any],
+    model: Mapping[str, Any],
 ) -> Path:
     """Write this rank's part of iteration's checkpoint; returns where it is.
 
-    Collective. `optimizer` is keyed by parameter name; `progress` is the same on every rank.
+    Collective. `optimizer` is keyed by parameter name; `progress` and `model`, what tells
+    this model from others, are the same on every rank.
     Raises UserError, with what was there before untouched, where the disk refuses.
     """
     place = Path(folder) / f"iter_{iteration:07d}"
@@ -61,6 +63,7 @@ def save(
                 "parameters": {name: p.detach() for name, p in parameters.items()},
                 "optimizer": dict(optimizer),
                 "progress": dict(progress),
+                "model": dict(model),
                 "ranks": dist.get_world_size(),
             },
             partial / f"rank_{rank}.pt",
@@ -91,10 +94,15 @@ def latest(folder: str) -> Path | None:
 
     Raises UserError where the pointer is garbled or names what is not there.
     """
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise UserError(f"--load {folder} is a file; name the folder that --save wrote to")
     pointer = Path(folder) / _LATEST
     if not pointer.exists():
         return None
-    text = pointer.read_text().strip()
+    try:
+        text = pointer.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{pointer} cannot be read ({error}); correct or remove it") from error
     if not text.isdigit():
         raise UserError(f"{pointer} holds {text!r}, not an iteration; correct or remove it")
     place = Path(folder) / f"iter_{int(text):07d}"
@@ -104,15 +112,22 @@ def latest(folder: str) -> Path | None:
 
 
 def load(
-    place: Path, parameters: Mapping[str, nn.Parameter]
+    place: Path, parameters: Mapping[str, nn.Parameter], model: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fill this rank's parameters from the checkpoint; returns its optimizer and progress.
 
     Reads the parts of all ranks that wrote it, and takes what it needs by name. Raises
-    UserError, with the parameters untouched, where a part is missing or unreadable or a
-    parameter is missing or of another shape.
+    UserError, with the parameters untouched, where a part is missing or unreadable, the
+    model is another, or a parameter is missing or of another shape.
     """
     parts = [_read(place / "rank_0.pt")]
+    for name, value in model.items():
+        saved = parts[0]["model"].get(name)
+        if saved != value:
+            raise UserError(
+                f"{place} is of another model: {name} is {saved} there and {value} here; use the "
+                "flags of the run that saved it"
+            )
     parts += [_read(place / f"rank_{rank}.pt") for rank in range(1, parts[0]["ranks"])]
     found = {name: value for part in parts for name, value in part["parameters"].items()}
     state = {name: value for part in parts for name, value in part["optimizer"].items()}
@@ -133,11 +148,16 @@ def load(
 def _read(path: Path) -> dict[str, Any]:
     try:
         part: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        for key in ("parameters", "optimizer", "progress", "ranks"):
+        for key in ("parameters", "optimizer", "progress", "model", "ranks"):
             part[key]
     except FileNotFoundError as error:
-        raise UserError(f"{path} is missing; the checkpoint is not whole") from error
+        raise UserError(
+            f"{path} is missing; put it back, or name a whole checkpoint in {_LATEST}"
+        ) from error
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is not a checkpoint part: {reason}") from error
+        raise UserError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read: {reason}; put it back, or name "
+            f"a whole checkpoint in {_LATEST}"
+        ) from error
     return part

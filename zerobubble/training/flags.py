@@ -90,6 +90,14 @@ def number(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = number(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
 def share(text: str) -> float:
     """A number from 0 up to, not including, 1."""
     value = number(text)
@@ -103,6 +111,7 @@ for _type, _name in (
     (whole, "int"),
     (steps, "int"),
     (number, "float"),
+    (positive, "float"),
     (share, "float"),
 ):
     _type.__name__ = _name  # what argparse calls them in an error
@@ -264,7 +273,7 @@ def _optimizer(parser: argparse.ArgumentParser) -> None:
     add("--clip-grad", type=number, default=1.0, help="largest global norm; 0 does not clip")
     add("--adam-beta1", type=share, default=0.9, help="of AdamW")
     add("--adam-beta2", type=share, default=0.999, help="of AdamW")
-    add("--adam-eps", type=number, default=1e-8, help="of AdamW")
+    add("--adam-eps", type=positive, default=1e-8, help="of AdamW")
 
 
 def _precision(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from zerobubble.errors import UserError
 T = TypeVar("T")
 
 # torchrun ends the others as soon as one rank leaves: those with nothing to say leave last.
-_LET_RANK_0_SPEAK_S = 20.0
+_LET_RANK_0_SPEAK_S = 5.0
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -47,7 +47,7 @@ def join(backend: str | None, timeout: timedelta = timedelta(minutes=10)) -> Non
 
 
 def agree(prepare: Callable[[], T]) -> T:
-    """`prepare()` on every rank; where it failed on any, the first rank's UserError on all.
+    """`prepare()` on every rank; where it failed on any, a UserError of the first on all.
 
     Collective over the default group.
     """
@@ -57,8 +57,8 @@ def agree(prepare: Callable[[], T]) -> T:
     value: T | None = None
     try:
         value = prepare()
-    except UserError as error:
-        message = str(error)
+    except (UserError, OSError, MemoryError) as error:
+        message = str(error) or type(error).__name__
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, message)
     for rank, text in enumerate(messages):
@@ -69,12 +69,13 @@ def agree(prepare: Callable[[], T]) -> T:
 
 
 def refuse(program: str, error: UserError, code: int = 2) -> NoReturn:
-    """Leave before training: rank 0 prints the error in one line, the others say nothing."""
-    rank, world = rank_and_world()
-    if rank == 0 or world == 1:
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-    else:
+    """Leave with the error in one line. All ranks usually have the same: rank 0 prints it, and
+    another only where rank 0 has not ended the run within a few seconds."""
+    rank, _ = rank_and_world()
+    if rank:
         time.sleep(_LET_RANK_0_SPEAK_S)
+    where = f"rank {rank}: " if rank else ""
+    print(f"{program}: error: {where}{error}", file=sys.stderr, flush=True)
     os._exit(code)
 
 

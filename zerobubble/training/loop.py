@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerobubble.data.datasets import Datasets, build_datasets
 from zerobubble.data.loader import Loader
 from zerobubble.data.tokenizer import build_tokenizer
+from zerobubble.errors import UserError
 from zerobubble.model.batch import Batch
 from zerobubble.model.layout import layers_per_stage
 from zerobubble.model.seeds import mix
@@ -23,6 +25,7 @@ from zerobubble.pipeline import Pipeline
 from zerobubble.report.chrome_trace import check_trace_path, write_chrome_trace
 from zerobubble.runtime.executor import StepError
 from zerobubble.schedule.formats import format_nodes
+from zerobubble.schedule.ops import Kind
 from zerobubble.schedule.timeline import Timeline
 from zerobubble.training import checkpoint
 from zerobubble.training.arguments import Arguments, PrecisionArguments
@@ -124,14 +127,19 @@ class Training:
             self._report(window, (time.perf_counter() - since) * 1e3 / len(window))
         if self.iteration < run.iterations:
             self._print(f"exiting at iteration {self.iteration} (--exit-interval)")
-        if run.trace_path is not None and self._traced:
+        if self._traced and run.trace_path is not None:
             write_chrome_trace(run.trace_path, self._traced)
             self._print(f"wrote {run.trace_path}: {len(self._traced)} iterations")
+        elif run.trace_path is not None:
+            self._print(
+                f"no trace was written: iterations {run.trace_from} to {run.trace_to} were not run"
+            )
         if run.save is not None and saved != self.iteration:
             self._save()
         if self.iteration == run.iterations and run.eval_iterations:
-            number = self.iteration // run.eval_interval
-            self._evaluate("valid", self.iteration, number)
+            if self.iteration % run.eval_interval:  # else it has just been done
+                number = self.iteration // run.eval_interval
+                self._evaluate("valid", self.iteration, number)
             self._evaluate("test", self.iteration, 0)
 
     def _train(self, loader: Loader) -> StepResult:
@@ -244,8 +252,23 @@ class Training:
             f"{placement.chunks} stages, layers per stage {list(self.layout)}, "
             f"{self.schedule.microbatches} microbatches, {torch.get_num_threads()} thread(s) a rank"
         )
+        self._announce_split()
         if arguments.pipeline.print_schedule:
             self._print(format_nodes(self.schedule))
+
+    def _announce_split(self) -> None:
+        """What share of every stage's parameters has its gradient at W, where there is a W."""
+        if not any(op.kind is Kind.W for _, op in self.schedule.ops()):
+            return
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, self.trainer.pipeline.split_reports)
+        shares = {
+            stage: report.deferred / report.parameters if report.parameters else 0.0
+            for held in reports
+            for stage, report in held.items()
+        }
+        text = ", ".join(f"{shares[stage]:.1%}" for stage in sorted(shares))
+        self._print(f"split backward: parameters deferred to W, per stage: {text}")
 
     def _save(self) -> None:
         assert self.arguments.run.save is not None
@@ -260,6 +283,7 @@ class Training:
                 "scheduled_samples": self.scheduled_samples,
                 "loss_scale": self.trainer.scaler.state_dict(),
             },
+            self._identity,
         )
         self._print(f"saved {place}")
 
@@ -268,19 +292,37 @@ class Training:
         if place is None:
             self._print(f"note: --load {folder} holds no checkpoint yet; starting from the seed")
             return
-        optimizer, progress = agree(lambda: checkpoint.load(place, self.parameters))
+        optimizer, progress = agree(lambda: checkpoint.load(place, self.parameters, self._identity))
         self.trainer.optimizer.load_state_dict(optimizer)
         self.trainer.scaler.load_state_dict(progress["loss_scale"])
         self.iteration = progress["iteration"]
         self.consumed_samples = progress["consumed_samples"]
         self.scheduled_samples = progress["scheduled_samples"]
         self._print(f"continuing from {place}")
+        batch, iterations = self.arguments.batch.global_, self.arguments.run.iterations
+        if self.iteration >= iterations:
+            self._print(
+                f"note: nothing to train: {self.iteration} iterations are done, {iterations} were "
+                "asked for in all; raise --train-iters to go on"
+            )
+        elif self.consumed_samples > self.iteration * batch:
+            raise UserError(
+                f"{place} has consumed {self.consumed_samples} samples in {self.iteration} "
+                f"iterations, more than --global-batch-size {batch} would have; use "
+                f"{self.consumed_samples // self.iteration} as before, or a larger one"
+            )
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What must be alike in a run and the checkpoint that it continues from."""
+        free = ("seq_length", "hidden_dropout", "attention_dropout", "init_std")
+        return {n: v for n, v in dataclasses.asdict(self.config).items() if n not in free}
 
 
 def agree_sum(value: int) -> int:
     """The sum of every rank's value. Collective."""
     total = torch.tensor(value, dtype=torch.int64)
-    torch.distributed.all_reduce(total)
+    dist.all_reduce(total)
     return int(total)
 
 

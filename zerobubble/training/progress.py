@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from typing import TextIO
@@ -43,7 +44,10 @@ class Progress:
 
 
 class JsonLog:
-    """JSON lines to a file, or to standard output for "-"; every line is written at once."""
+    """JSON lines to a file, or to standard output for "-"; every line is written at once.
+
+    A number that is not finite (the norm of a skipped iteration) is null.
+    """
 
     def __init__(self, path: str) -> None:
         try:
@@ -54,4 +58,9 @@ class JsonLog:
     def write(self, kind: str, values: Progress | dict[str, object]) -> None:
         """One line: {"kind": kind, ...values}."""
         fields = asdict(values) if isinstance(values, Progress) else values
+        # JSON has no nan and no inf.
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in fields.items()
+        }
         print(json.dumps({"kind": kind, **fields}), file=self._file, flush=True)
