@@ -30,10 +30,7 @@ class _Sleep(torch.autograd.Function):
             return torch.ones_like(stage.weight)
 
         time.sleep(stage.backward_input_ms / 1e3)
-        if stage.deferral.collecting is None:
-            return gradient, weight_gradient(), None
-        stage.deferral.put(ctx.parameter, weight_gradient)
-        return gradient, None, None
+        return gradient, stage.deferral.defer(ctx.parameter, weight_gradient), None
 
 
 class EmulatedStage(nn.Module):

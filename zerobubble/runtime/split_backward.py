@@ -20,29 +20,31 @@ from torch import Tensor, nn
 class Deferral:
     """The weight gradients that one stage owes, microbatch by microbatch.
 
-    `collecting` is the list that the running backward fills, or None while a joint backward
-    (BW) runs: then every gradient is computed on the spot.
+    Between `begin` and `end` a backward (B) puts gradients off; outside, in a joint backward
+    (BW), every gradient is computed on the spot.
     """
 
     def __init__(self) -> None:
-        self.collecting: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
+        self._collecting: list[tuple[nn.Parameter, Callable[[], Tensor]]] | None = None
         self._owed: dict[int, list[tuple[nn.Parameter, Callable[[], Tensor]]]] = {}
         self._at_backward_input: dict[int, dict[nn.Parameter, Tensor]] = {}
 
-    def put(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
-        """Called within B: `compute` gives this use's gradient of `parameter` at W."""
-        assert self.collecting is not None
-        self.collecting.append((parameter, compute))
+    def defer(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> Tensor | None:
+        """This use's gradient of `parameter`, for a Function's backward to return: None where
+        `compute` is put off to W, its value where a joint backward runs."""
+        if self._collecting is None:
+            return compute()
+        self._collecting.append((parameter, compute))
+        return None
 
     def begin(self) -> None:
         """B starts."""
-        self.collecting = []
+        self._collecting = []
 
     def end(self, microbatch: int, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
         """B of `microbatch` is done and gave `gradients`; what W adds to waits for it."""
-        assert self.collecting is not None
-        owed = self.collecting
-        self.collecting = None
+        assert self._collecting is not None
+        owed, self._collecting = self._collecting, None
         parameters = {parameter for parameter, _ in owed}
         held = {}
         for parameter, gradient in gradients:
@@ -125,10 +127,7 @@ class _LinearFunction(torch.autograd.Function):
             def compute() -> Tensor:
                 return rows.t().mm(x.reshape(-1, x.shape[-1])).to(parameter.dtype)
 
-            if ctx.deferral.collecting is None:
-                grad_weight = compute()
-            else:
-                ctx.deferral.put(parameter, compute)
+            grad_weight = ctx.deferral.defer(parameter, compute)
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -159,10 +158,7 @@ class _EmbeddingFunction(torch.autograd.Function):
             )
             return gradient
 
-        if ctx.deferral.collecting is None:
-            return compute(), None, None, None
-        ctx.deferral.put(parameter, compute)
-        return None, None, None, None
+        return ctx.deferral.defer(parameter, compute), None, None, None
 
 
 class _Conv1DFunction(torch.autograd.Function):
@@ -196,10 +192,7 @@ class _Conv1DFunction(torch.autograd.Function):
                 gradient: Tensor = x.reshape(-1, x.shape[-1]).t().mm(rows)
                 return gradient
 
-            if ctx.deferral.collecting is None:
-                grad_weight = compute()
-            else:
-                ctx.deferral.put(parameter, compute)
+            grad_weight = ctx.deferral.defer(parameter, compute)
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
@@ -237,16 +230,14 @@ class _ConvolutionFunction(torch.autograd.Function):
             return found
 
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        defers = needs_weight and ctx.deferral.collecting is not None
-        grad_x, grad_weight, grad_bias = gradients(
-            [needs_x, needs_weight and not defers, needs_bias]
-        )
-        if defers:
-            ctx.deferral.put(parameter, lambda: gradients([False, True, False])[1])
+        grad_x, _, grad_bias = gradients([needs_x, False, needs_bias])
+        grad_weight = None
+        if needs_weight:
+            grad_weight = ctx.deferral.defer(parameter, lambda: gradients([False, True, False])[1])
         # What the mask leaves out may come back all the same.
         return (
             grad_x if needs_x else None,
-            None if defers or not needs_weight else grad_weight,
+            grad_weight,
             grad_bias if needs_bias else None,
             None,
             None,
@@ -347,7 +338,7 @@ def split(module: nn.Module) -> tuple[Deferral, SplitReport]:
     Only plain modules are swapped: one whose weight is computed (a parametrization) or whose
     class was derived from stays as it is and has its gradients at B. A module that defers by
     itself says so by a class attribute `defers = True`, is given the stage's `deferral`, and
-    calls its `put` in backward where it is collecting.
+    returns what its `defer` gives for a parameter in backward.
     """
     deferral = Deferral()
     deferred: set[nn.Parameter] = set()
