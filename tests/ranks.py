@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Any
 
 # A fork of a process that has everything imported starts in milliseconds instead of seconds.
-# The last two are what torch imports in a first backward and a first optimizer step.
+# The last is what torch imports in a first optimizer step.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("zerobubble.training.loop", "tests.reference"),
-        *("torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
-    ]
-)
+_context.set_forkserver_preload(["zerobubble.training.loop", "tests.reference", "torch._dynamo"])
 
 
 def run_ranks(

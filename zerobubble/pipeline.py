@@ -15,7 +15,7 @@ from zerobubble.errors import UserError
 from zerobubble.runtime.clock import clock_offset
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.split_backward import SplitReport
-from zerobubble.runtime.stage import Stage, warm_up
+from zerobubble.runtime.stage import Stage
 from zerobubble.runtime.transport import Transport
 from zerobubble.runtime.transport.choose import TransportName, open_transport
 from zerobubble.schedule.costs import Costs
@@ -76,7 +76,6 @@ class Pipeline:
         crossing = channels(schedule.placement)
         if crossing:
             self._transport = open_transport(transport, crossing, self.ranks, timeout)
-        warm_up()
         self._offset = clock_offset()
         self._executor = Executor(
             self.proof.programs[self.rank],

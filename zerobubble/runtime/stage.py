@@ -101,9 +101,3 @@ class Stage:
             if value is not None
         ]
         return grad_hidden, gradients
-
-
-def warm_up() -> None:
-    """Run a first backward: torch imports 0.4 s of modules in it, not to be timed as an op."""
-    x = torch.zeros(1, requires_grad=True)
-    torch.autograd.grad(get_gradient_edge(x * 2), [x], torch.ones(1), allow_unused=True)
