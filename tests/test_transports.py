@@ -134,6 +134,42 @@ def _tell_and_step(rank: int, transport: TransportName, folder: str) -> Any:
         Path(folder, "error").write_text(f"{time.monotonic() - since}\n{error}")
 
 
+class Failing(AddOne):
+    """Fails in F of microbatch 3, like a fault of the user's own module."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor | None, _batch: None) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("a fault\nof two lines")
+        return super().forward(hidden, _batch)
+
+
+def _fail(rank: int) -> tuple[str, bool]:
+    schedule = families.build("1f1b", 4, 8)
+    kind = Failing if rank == 2 else AddOne
+    module = kind((4, 4), last=rank == 3)
+    pipeline = Pipeline({rank: module}, schedule, timeout=timedelta(seconds=2))
+    with pytest.raises(StepError) as error:
+        pipeline.step([None] * 8, shape=(4, 4))
+    dist.barrier()
+    return str(error.value), error.value.computing
+
+
+def test_a_fault_in_an_op_is_named_in_one_line() -> None:
+    found = run_ranks(_fail, 4)
+    assert found[2] == (
+        "rank 2, F of microbatch 3 on stage 2: ValueError: a fault",
+        True,
+    )
+    for rank in (0, 1, 3):  # they were left waiting, and say for whom
+        message, computing = found[rank]
+        assert message.startswith(f"rank {rank}, ")
+        assert "receiving from rank" in message
+        assert not computing
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_peer_is_noticed_and_nothing_is_left(
     transport: TransportName, tmp_path: Path

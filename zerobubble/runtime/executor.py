@@ -29,7 +29,17 @@ from zerobubble.schedule.placement import Placement
 
 
 class StepError(UserError):
-    """What ended a step: rank, op and cause in one line; the cause is chained."""
+    """What ended a step: rank, op and cause in one line; the cause is chained.
+
+    `computing`: an op's own code failed, so that the cause's traceback tells more.
+    """
+
+    def __init__(self, rank: int, where: str, cause: Exception, *, computing: bool) -> None:
+        reason = (str(cause).strip().splitlines() or [""])[0]
+        if computing or not reason:
+            reason = f"{type(cause).__name__}: {reason}" if reason else type(cause).__name__
+        super().__init__(f"rank {rank}, {where}: {reason}")
+        self.computing = computing
 
 
 class Executor:
@@ -100,12 +110,12 @@ class Executor:
         self._batches, self._shape, self._dtype = batches, shape, dtype
         self._loss_gradient = loss_gradient
         self._losses = {}
-        if self._transport is not None:
-            nbytes = math.prod(shape) * dtype.itemsize
-            self._transport.fit(self._ring_slots, nbytes)
         starts, ends = self.starts, self.ends
-        position = 0
+        position = -1
         try:
+            if self._transport is not None:
+                nbytes = math.prod(shape) * dtype.itemsize
+                self._transport.fit(self._ring_slots, nbytes)
             for position, (run, number) in enumerate(self._steps):  # noqa: B007
                 if number < 0:
                     run()
@@ -117,8 +127,9 @@ class Executor:
                 while sends:
                     _finish(sends.popleft())
         except Exception as error:
-            where = _where(self._instructions[position])
-            raise StepError(f"rank {self.rank}, {where}: {error}") from error
+            instruction = self._instructions[position] if position >= 0 else None
+            computing = isinstance(instruction, Compute)
+            raise StepError(self.rank, _where(instruction), error, computing=computing) from error
         finally:
             self._batches = ()
         return self._losses
@@ -246,7 +257,9 @@ def _finish(send: tuple[Transfer, Tensor] | None) -> None:
         send[0].wait()
 
 
-def _where(instruction: Instruction) -> str:
+def _where(instruction: Instruction | None) -> str:
+    if instruction is None:
+        return "before the first op"
     if isinstance(instruction, Compute):
         return str(instruction.op)
     channel = instruction.channel

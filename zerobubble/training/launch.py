@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -79,9 +80,14 @@ def refuse(program: str, error: UserError, code: int = 2) -> NoReturn:
     os._exit(code)
 
 
-def die(program: str, error: BaseException, iteration: int) -> NoReturn:
-    """Leave at once from within training, so that the other ranks see the closed connections."""
+def die(program: str, error: Exception, iteration: int, *, trace: bool) -> NoReturn:
+    """Leave at once from within training, so that the other ranks see the closed connections.
+
+    One line; after it, where `trace`, the traceback of the error's cause.
+    """
     print(f"{program}: error: iteration {iteration}, {error}", file=sys.stderr, flush=True)
+    if trace and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
     os._exit(1)
 
 

@@ -149,7 +149,7 @@ class Training:
         try:
             result = self.trainer.step(batches, rate)
         except StepError as error:
-            die("pretrain_gpt.py", error, self.iteration + 1)
+            die("pretrain_gpt.py", error, self.iteration + 1, trace=error.computing)
         run = arguments.run
         if run.trace_path is not None and run.trace_from <= self.iteration < run.trace_to:
             timeline = self.trainer.pipeline.timeline()
@@ -194,7 +194,7 @@ class Training:
             try:
                 losses += self.trainer.evaluate(loader.next(batch.eval_microbatches))
             except StepError as error:
-                die("pretrain_gpt.py", error, iteration)
+                die("pretrain_gpt.py", error, iteration, trace=error.computing)
         loss = sum(losses) / len(losses)
         perplexity = math.exp(min(20.0, loss))
         name = "validation" if split == "valid" else "test"

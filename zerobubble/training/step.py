@@ -14,6 +14,7 @@ from zerobubble.optim.loss_scale import LossScaler
 from zerobubble.optim.norm import clip_coefficient, global_norm
 from zerobubble.optim.optimizer import Optimizer
 from zerobubble.pipeline import Pipeline
+from zerobubble.runtime.executor import StepError
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Trainer:
     def _exchange(
         self, squares: Sequence[float], losses: Sequence[torch.Tensor], microbatches: int
     ) -> tuple[list[float], list[float]]:
-        """All squares in layer order and all losses, on every rank.
+        """All squares in layer order and all losses, on every rank. Raises StepError.
 
         Each entry is filled on one rank and zero on the others, so their sum is exact in any
         order.
@@ -109,6 +110,10 @@ class Trainer:
         if losses:
             vector[self._parameters :] = torch.stack(list(losses)).double()
         if len(self.pipeline.ranks) > 1:
-            dist.all_reduce(vector)
+            try:
+                dist.all_reduce(vector)
+            except RuntimeError as error:
+                where = "exchanging norms and losses"
+                raise StepError(self.pipeline.rank, where, error, computing=False) from error
         values = vector.tolist()
         return values[: self._parameters], values[self._parameters :]
