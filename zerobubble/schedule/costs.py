@@ -17,7 +17,7 @@ class Costs:
     sum of the two where not given), `activation` (what F adds), `released_by_backward_input`
     (the share of it that B releases; W releases the rest, BW all), `fixed_memory`.
     Per boundary: `link_latency`, charged where the boundary crosses ranks.
-    Per rank: `memory_limit`, or None.
+    Per rank: `memory_limit`, or None. `joint_stages` cannot be split: their backward is BW.
     """
 
     forward: tuple[float, ...]
@@ -29,6 +29,7 @@ class Costs:
     released_by_backward_input: tuple[float, ...]
     fixed_memory: tuple[float, ...]
     memory_limit: tuple[float, ...] | None = None
+    joint_stages: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -44,6 +45,9 @@ class Costs:
             row = getattr(self, name)
             if len(row) != want:
                 raise UserError(f"{name} has {len(row)} entries, {want} are needed")
+        for stage in self.joint_stages:
+            if not 0 <= stage < stages:
+                raise UserError(f"joint_stages holds {stage}; stages are 0 to {stages - 1}")
         for name in self.__dataclass_fields__:
             for value in getattr(self, name) or ():
                 if not (math.isfinite(value) or (name == "memory_limit" and value == math.inf)):
