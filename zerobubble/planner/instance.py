@@ -13,6 +13,7 @@ from zerobubble.schedule.placement import Placement
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 """By their numbers in the arrays."""
@@ -43,7 +44,7 @@ class Instance(NamedTuple):
     """(S,): activations of the rank's deeper stages, for which an F leaves room."""
     limit: Floats
     """(p,): for activations, with the tolerance."""
-    joint: npt.NDArray[np.bool_]
+    joint: Flags
     """(S,): stages that cannot be split."""
     unit: float
     """The mean time of F, B and W over the stages."""
