@@ -57,6 +57,66 @@ def preprocess(
 
 
 @app.command()
+def plan(
+    problem: Annotated[
+        str | None, typer.Argument(help="a problem as JSON (docs/planning.md); or flags, as below")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="ranks, p")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="microbatches, m")] = None,
+    times: Annotated[
+        str | None, typer.Option(help="F,B,W of a rank's share of the model, in any unit [1,1,1]")
+    ] = None,
+    link: Annotated[float | None, typer.Option(help="time of a transfer between ranks [0]")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="limit in units of 1F1B's peak; none without it")
+    ] = None,
+    released: Annotated[
+        float | None, typer.Option(help="share of an activation that B releases, W the rest [0]")
+    ] = None,
+    placement: Annotated[str | None, typer.Option(help="linear, v, looped or any [any]")] = None,
+    chunks: Annotated[int | None, typer.Option(help="stages per rank, of looped")] = None,
+    split_overhead: Annotated[
+        float | None, typer.Option(help="share by which a split B and W each cost more [0]")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="a family by name, or auto: the best")] = "auto",
+    objective: Annotated[
+        str, typer.Option(help="makespan (a barrier ends the step) or span (none)")
+    ] = "makespan",
+    time_limit: Annotated[
+        float | None, typer.Option(help="seconds to search; about 1 at 8 ranks, 15 at 32")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    picture: Annotated[
+        str | None, typer.Option(help="also draw the timeline to a .png, .svg or .pdf file")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the search's random numbers")] = 0,
+) -> None:
+    """Find the best schedule for measured costs under a memory limit, and say how good it is."""
+    from zerobubble.plan_report import run
+
+    run(
+        problem,
+        {
+            "ranks": ranks,
+            "microbatches": microbatches,
+            "times": times,
+            "link": link,
+            "memory": memory,
+            "released": released,
+            "placement": placement,
+            "chunks": chunks,
+            "split_overhead": split_overhead,
+        },
+        schedule=schedule,
+        objective=objective,
+        time_limit=time_limit,
+        as_json=json,
+        picture=picture,
+        seed=seed,
+    )
+
+
+@app.command()
 def show(
     schedule: Annotated[
         str | None,

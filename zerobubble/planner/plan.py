@@ -53,9 +53,9 @@ def plan(
     """The best schedule found for `problem` in `time_limit` seconds (see `default_seconds`).
 
     It fits every rank's limit, is verified, and is never worse than any of its alternatives that
-    fits. The search ends early where a lower bound proves it optimal. `schedule` names a family to take instead of the best; it is priced
-    for the problem all the same. The time is for the search alone: compiling it the first time
-    takes some seconds more.
+    fits. The search ends early where a lower bound proves it optimal. `schedule` names a family to
+    take instead of the best; it is priced for the problem all the same. The time is for the search
+    alone: compiling it the first time takes some seconds more.
 
     Raises InfeasibleError, naming rank and shortfall, where not even one microbatch fits, or where
     the family asked for does not.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from zerobubble.planner.instance import TOLERANCE
 from zerobubble.planner.layout import Layout
 from zerobubble.planner.problem import Objective
 from zerobubble.schedule.costs import Costs
@@ -91,6 +92,8 @@ class Plan:
         reports = []
         for rank, held in enumerate(map(self.schedule.placement.stages_of, range(len(work)))):
             imbalance = max(work) - work[rank]
+            if imbalance < TOLERANCE * max(work):
+                imbalance = 0.0  # the same work, summed in another order
             limit = limits[rank] if limits is not None else math.inf
             reports.append(
                 RankReport(

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from zerobubble.errors import UserError
-from zerobubble.schedule.ops import Op
+from zerobubble.schedule.ops import Kind, Op
 from zerobubble.schedule.placement import Placement
 from zerobubble.schedule.schedule import Schedule
 from zerobubble.schedule.timeline import TimedOp, Timeline
@@ -55,6 +55,31 @@ def format_text(timeline: Timeline, width: int | None = None) -> str:
             name = label if len(label) <= last - first else timed.op.kind[: last - first]
             cells[first:last] = name.ljust(last - first)
         lines.append(f"{f'rank {rank}':>{margin}} |{''.join(cells)}|")
+    return "\n".join(lines)
+
+
+def format_small(timeline: Timeline, width: int) -> str:
+    """One row of `width` columns per rank: which kind of op runs in the middle of each column.
+
+    F, B, W, and X for a BW; in lower case on a rank's later chunks; `·` is idle time.
+    """
+    start, makespan = (timeline.start, timeline.makespan) if any(timeline.rows) else (0.0, 0.0)
+    lines = []
+    for rank, row in enumerate(timeline.rows):
+        cells = []
+        ops = iter(row)
+        timed = next(ops, None)
+        for column in range(width):
+            at = start + (column + 0.5) * makespan / width
+            while timed is not None and timed.end <= at:
+                timed = next(ops, None)
+            if timed is None or timed.start > at:
+                cells.append(_IDLE)
+                continue
+            letter = "X" if timed.op.kind is Kind.BW else str(timed.op.kind)
+            later = timeline.placement.chunk_of(timed.op.stage) > 0
+            cells.append(letter.lower() if later else letter)
+        lines.append(f"rank {rank}  {''.join(cells)}")
     return "\n".join(lines)
 
 
