@@ -181,8 +181,18 @@ def _energy(instance: Instance, ways: _Ways, rank: int) -> float:
         taken += joint if instance.joint[s] else min(joint, split)
     taken *= instance.microbatches
     head = 0.0 if instance.span else ways.head[held[0]]
+    # What whole activations, and what B leaves of them, can fill of the limit.
+    sizes = {
+        float(size)
+        for s in held
+        for size in (instance.activation[s], instance.activation[s] - instance.released[s])
+    }
+    m = instance.microbatches
+    most = most_work([_Item(size, size, 0, m * len(held)) for size in sizes], limit)
+    most = min(most, m * float(instance.activation[held].sum()))
+    if most <= 0:
+        return 0.0
     # At first one F after the other fills the memory; at last one op after the other empties it.
-    most = min(limit, instance.microbatches * float(instance.activation[held].sum()))
     filling = [(float(instance.activation[s]), ways.forward[s]) for s in held]
     emptying = [
         pair

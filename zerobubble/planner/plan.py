@@ -14,7 +14,7 @@ from zerobubble.planner.layout import Layout, least_work, promising_layouts
 from zerobubble.planner.problem import Objective, Problem
 from zerobubble.planner.refine import State
 from zerobubble.planner.result import Alternative, Plan, warnings_of
-from zerobubble.planner.search import Best, compile_search, search
+from zerobubble.planner.search import Best, compile_search, default_seconds, search
 from zerobubble.schedule import families
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.placement import Placement
@@ -34,11 +34,6 @@ class InfeasibleError(UserError):
         super().__init__(message)
         self.rank = rank
         self.shortfall = shortfall
-
-
-def default_seconds(ranks: int) -> float:
-    """How long `plan` looks for a better schedule unless told otherwise."""
-    return min(30.0, 0.85 * max(1.0, ranks / 8) ** 2)
 
 
 def plan(
@@ -177,7 +172,7 @@ class _Planner:
                 seeds.append(found.state)
                 if found.fits:
                     before = arena.best.value
-                    arena.best.offer(found.orders, found.lengths, found.value, found.state)
+                    arena.best.offer(found.orders, found.lengths, found.value)
                     if arena.best.value is not before:
                         arena.name = found.schedule
             arena.seeds = tuple(seeds)

@@ -1,7 +1,7 @@
 """The search for good orders: patterns first, then priorities of single ops, on a few threads.
 
 Each thread is an island with its own random numbers: it samples patterns, climbs from the best,
-and anneals what climbing reached, in cycles. All stop as soon as the lower bound is met.
+and reorders what climbing reached, in cycles. All stop as soon as the lower bound is met.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TypeVar
 
 import numpy as np
 
 from zerobubble.planner.instance import TOLERANCE, Flags, Floats, Instance, Ints, make_instance
 from zerobubble.planner.kernels import (
+    BW,
     CAPS,
     DISORDER,
+    B,
     Value,
+    W,
     list_schedule,
     make_workspace,
     peak_memory,
@@ -36,11 +40,13 @@ from zerobubble.planner.patterns import (
     worth,
 )
 from zerobubble.planner.refine import State, anneal
+from zerobubble.planner.reorder import make_room, make_tables, reorder
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.placement import v
 
 T = TypeVar("T")
 
+_SECONDS = 0.85  # of a search at 8 ranks or fewer; see `default_seconds`
 _SLICE = 0.02  # s: how long a compiled call may run before the clock is looked at
 
 
@@ -53,7 +59,6 @@ class Best:
     orders: Ints | None = None
     lengths: Ints | None = None
     value: Value = field(default=Value(math.inf, math.inf, math.inf))
-    state: State | None = None
     evaluations: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     proved: threading.Event = field(default_factory=threading.Event)
@@ -63,15 +68,18 @@ class Best:
         """The makespan or the longest span, as the instance asks."""
         return self.value.longest_span if self.instance.span else self.value.makespan
 
-    def offer(self, orders: Ints, lengths: Ints, value: Value, state: State | None = None) -> None:
+    def offer(self, orders: Ints, lengths: Ints, value: Value) -> None:
         """Take over what is better."""
         with self.lock:
             if worth(self.instance, value) < worth(self.instance, self.value):
                 self.orders, self.lengths, self.value = orders.copy(), lengths.copy(), value
-                if state is not None:
-                    self.state = _copy(state)
             if self.objective <= self.lower_bound * (1 + TOLERANCE):
                 self.proved.set()
+
+
+def default_seconds(ranks: int) -> float:
+    """How long to look for a better schedule unless told otherwise."""
+    return min(30.0, _SECONDS * max(1.0, ranks / 8) ** 2)
 
 
 def search(
@@ -109,73 +117,75 @@ class _Island:
     def __init__(self, best: Best, seed: int, deadline: float) -> None:
         instance = best.instance
         self.best, self.instance, self.deadline = best, instance, deadline
-        self.seed = seed * 1_000_003 % 2**31
+        self.random = np.random.default_rng(seed)
         self.workspace = make_workspace(instance)
         self.keys = np.zeros((3, instance.stages, instance.microbatches))
         self.rule = np.zeros(CAPS + 2 * instance.chunks)
         self.trial = make_pattern(instance)
-        self.states = [self._room() for _ in range(3)]
+        self.tables, self.room = make_tables(instance), make_room(instance)
         self.tries = 4  # per compiled call; follows the clock
 
     def run(self) -> None:
-        """Cycles until time is up; the last one anneals the best of all islands."""
+        """Cycles until time is up; the last one goes on from the best of all islands."""
         started = time.perf_counter()
-        cycle = max((self.deadline - started) / 3, 0.15)
+        total = self.deadline - started
+        cycles = min(6, int(total / (1.3 * _SECONDS * max(1.0, self.instance.ranks / 8) ** 2)))
+        cycle = total / max(1, cycles)
         while not self._over():
             left = self.deadline - time.perf_counter()
-            if left < cycle * 1.2 and self.best.state is not None and left < 0.9 * cycle * 3:
-                self._anneal(self.best.state, time.perf_counter() + left)
+            if left < 1.5 * cycle and cycles > 1:
+                self._reorder_best(self.deadline)
             else:
                 self._cycle(time.perf_counter() + min(cycle, left))
 
     def _cycle(self, until: float) -> None:
-        now = time.perf_counter()
-        ranked: list[tuple[float, Pattern]] = []
-        while time.perf_counter() < now + 0.3 * (until - now) or not ranked:
-            if self._over() and ranked:
-                break
+        """From random patterns to reordered ops."""
+        total = until - time.perf_counter()
+        patterns = self._sample(until - 0.85 * total)
+        pattern = self._climb(patterns, until - 0.5 * total)
+        state = self.offer_pattern(pattern)
+        if splitting_costs(self.instance):
+            self._anneal(state, until - 0.3 * total)
+        else:
+            self.offer(state)
+        # What the workspace holds is this island's own; the best of all comes later.
+        self._reorder(self.workspace.orders.copy(), self.workspace.lengths.copy(), until)
+
+    def _sample(self, until: float) -> list[tuple[float, Pattern]]:
+        """Random patterns, the best first, with their worth."""
+        found: list[tuple[float, Pattern]] = []
+        while not found or (time.perf_counter() < until and not self._over()):
             pattern = make_pattern(self.instance)
             least = self.timed(sample, self.keys, self.rule, self.workspace, pattern, self.trial)
-            ranked.append((least, pattern))
-        ranked.sort(key=lambda entry: entry[0])
-        ranked = ranked[:4]
-        now, share = time.perf_counter(), 0.6 * (until - time.perf_counter())
-        while time.perf_counter() < now + share and not self._over():
-            gone = (time.perf_counter() - now) / share
-            # The worse ones are left behind one by one.
-            ranked = ranked[: max(1, 4 - int(5 * gone))]
-            for i, (least, pattern) in enumerate(ranked):
+            found.append((least, pattern))
+        return sorted(found, key=itemgetter(0))[:4]
+
+    def _climb(self, patterns: list[tuple[float, Pattern]], until: float) -> Pattern:
+        """Improve the patterns side by side, the worse ones left behind one by one."""
+        began = time.perf_counter()
+        while time.perf_counter() < until and not self._over():
+            gone = (time.perf_counter() - began) / (until - began)
+            patterns = patterns[: max(1, 4 - int(5 * gone))]
+            for i, (least, pattern) in enumerate(patterns):
                 least = self.timed(
-                    climb,
-                    1.0,
-                    least,
-                    self.keys,
-                    self.rule,
-                    self.workspace,
-                    pattern,
-                    self.trial,
+                    climb, 1.0, least, self.keys, self.rule, self.workspace, pattern, self.trial
                 )
-                ranked[i] = (least, pattern)
-            ranked.sort(key=lambda entry: entry[0])
-            self.offer_pattern(ranked[0][1])
-        state = self.offer_pattern(ranked[0][1])
-        self._anneal(state, until)
+                patterns[i] = (least, pattern)
+            patterns.sort(key=itemgetter(0))
+            self.offer_pattern(patterns[0][1])
+        return patterns[0][1]
 
     def _anneal(self, start: State, until: float) -> None:
-        state, best, trial = self.states
-        for target in (state, best):
-            for to, value in zip(target, start, strict=True):
-                to[:] = value
-        current = least = worth(self.instance, self._listed(start))
-        started = time.perf_counter()
-        hot = 0.3 * self.instance.unit
+        """Move priorities and choices of splitting; leaves the best in the workspace."""
+        state, best, trial = _copy(start), _copy(start), _copy(start)
+        current = least = worth(self.instance, self.listed(start))
+        began = time.perf_counter()
         while time.perf_counter() < until and not self._over():
-            gone = (time.perf_counter() - started) / (until - started)
-            before = least
+            gone = (time.perf_counter() - began) / (until - began)
             current, least = self.timed(
                 anneal,
-                0.3 + 0.7 * (self.seed % 2),
-                hot * max(0.0, 1 - gone) ** 2,
+                0.3,
+                0.3 * self.instance.unit * max(0.0, 1 - gone) ** 2,
                 current,
                 least,
                 state,
@@ -183,29 +193,52 @@ class _Island:
                 trial,
                 self.workspace,
             )
-            if least < before:
-                self.offer(best)
+        self.offer(best)
+
+    def _reorder_best(self, until: float) -> None:
+        with self.best.lock:
+            orders, lengths = self.best.orders, self.best.lengths
+            if orders is None or lengths is None:
+                return
+            orders, lengths = orders.copy(), lengths.copy()
+        self._reorder(orders, lengths, until)
+
+    def _reorder(self, orders: Ints, lengths: Ints, until: float) -> None:
+        """Move single ops, from hot to cold."""
+        best = orders.copy()
+        least = math.inf
+        hot = self.instance.unit * 0.05 * 6 ** self.random.random()
+        began = time.perf_counter()
+        while time.perf_counter() < until and not self._over():
+            gone = (time.perf_counter() - began) / (until - began)
+            before = least
+            least = self.timed(
+                reorder,
+                hot * max(0.0, 1 - gone) ** 2,
+                least,
+                self.tables,
+                orders,
+                lengths,
+                self.room,
+                best,
+            )
+            if least < min(before, worth(self.instance, self.best.value)):
+                value = simulate_orders(self.instance, best, lengths, self.workspace.starts)
+                self.best.offer(best, lengths, value)
 
     def timed(self, call: Callable[..., T], *arguments: object) -> T:
         """Run a compiled search of about _SLICE seconds, with fresh random numbers."""
-        self.seed = (self.seed * 1_103_515_245 + 12_345) % 2**31
+        seed = int(self.random.integers(2**31))
         began = time.perf_counter()
         tries = self.tries
-        found = call(self.instance, self.seed, tries, *arguments)
+        found = call(self.instance, seed, tries, *arguments)
         took = time.perf_counter() - began
         self.best.evaluations += tries
-        self.tries = max(2, min(2000, round(tries * min(4.0, _SLICE / max(took, 1e-6)))))
+        self.tries = max(2, min(5000, round(tries * min(4.0, _SLICE / max(took, 1e-6)))))
         return found
 
     def _over(self) -> bool:
         return self.best.proved.is_set() or time.perf_counter() >= self.deadline
-
-    def _room(self) -> State:
-        return (
-            np.zeros_like(self.keys),
-            np.zeros_like(self.rule),
-            np.zeros_like(self.workspace.whole),
-        )
 
     def offer_pattern(self, pattern: Pattern) -> State:
         """Offer what a pattern leads to; its state."""
@@ -215,14 +248,21 @@ class _Island:
         return state
 
     def offer(self, state: State) -> None:
-        """Offer what a state leads to."""
-        value = self._listed(state)
-        self.best.offer(self.workspace.orders, self.workspace.lengths, value, state)
+        """Offer what a state leads to; it is in the workspace then."""
+        value = self.listed(state)
+        self.best.offer(self.workspace.orders, self.workspace.lengths, value)
 
-    def _listed(self, state: State) -> Value:
+    def listed(self, state: State) -> Value:
+        """List the ops as a state has it."""
         keys, rule, whole = state
         self.workspace.whole[:] = whole
         return list_schedule(self.instance, keys, rule, self.workspace)
+
+
+def splitting_costs(instance: Instance) -> bool:
+    """Whether a B and a W take longer than a BW on any stage that can be split."""
+    split = instance.times[B] + instance.times[W]
+    return bool(((split > instance.times[BW] * (1 + 1e-12)) & ~instance.joint).any())
 
 
 def state_of_starts(instance: Instance, starts: Floats, whole: Flags) -> State:
@@ -248,11 +288,9 @@ def compile_search() -> None:
     least = island.timed(sample, *arrays)
     island.timed(climb, 1.0, least, *arrays)
     state = island.offer_pattern(pattern)
-    island.timed(anneal, 1.0, 0.0, least, least, *_three(state), island.workspace)
+    three = _copy(state), _copy(state), _copy(state)
+    island.timed(anneal, 1.0, 0.0, least, least, *three, island.workspace)
     orders, lengths = island.workspace.orders, island.workspace.lengths
+    island.timed(reorder, 0.0, least, island.tables, orders, lengths, island.room, orders.copy())
     simulate_orders(best.instance, orders, lengths, island.workspace.starts)
     peak_memory(best.instance, orders, lengths)
-
-
-def _three(state: State) -> tuple[State, State, State]:
-    return _copy(state), _copy(state), _copy(state)
