@@ -91,7 +91,7 @@ def price(
         value=value,
         peak_memory=tuple(float(h) + f for h, f in zip(held, fixed, strict=True)),
         fits=bool((held <= instance.limit).all()),
-        state=state_of_starts(instance, workspace.starts, workspace.whole),
+        state=state_of_starts(workspace.starts, workspace.whole, instance.chunks),
     )
 
 

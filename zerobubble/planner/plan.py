@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerobubble.errors import UserError
@@ -179,32 +179,30 @@ class _Planner:
 
     def search(self, deadline: float) -> None:
         """Search every arena a little, then the better ones longer."""
-        rounds = [0.25, 0.4, 1.0] if len(self.arenas) > 1 else [1.0]
-        for number, share in enumerate(rounds):
-            racing = [arena for arena in self._by_value() if self._promising(arena)]
-            racing = racing[: max(1, len(self.arenas) // 2**number)] if number else racing
+        rounds = (
+            [(0.15, len(self.arenas)), (0.25, 2), (1.0, 1)] if len(self.arenas) > 1 else [(1.0, 1)]
+        )
+        for number, (share, most) in enumerate(rounds):
+            racing = [arena for arena in self._by_value() if self._promising(arena)][:most]
             left = deadline - time.perf_counter()
             for arena in racing:
-                if not self._promising(arena):
-                    continue
-                what = arena.placement.name
+                if self._promising(arena):
+                    seeds = () if number else arena.seeds
+                    seconds = max(0.02, left * share / len(racing))
+                    self._search_arena(arena, seconds, self.seed + number, seeds)
 
-                def told(objective: float, what: str = what) -> None:
-                    self.say(
-                        f"searching on placement {what}: {self.objective} {objective:.6g} so far"
-                    )
+    def _search_arena(
+        self, arena: _Arena, seconds: float, seed: int, seeds: Sequence[State]
+    ) -> None:
+        where = arena.placement.name
+        before = arena.best.value
 
-                before = arena.best.value
-                seeds = arena.seeds if number == 0 else ()
-                search(
-                    arena.best,
-                    max(0.02, left * share / len(racing)),
-                    seed=self.seed + number,
-                    seeds=seeds,
-                    progress=told,
-                )
-                if arena.best.value is not before:
-                    arena.name = "searched"
+        def told(objective: float) -> None:
+            self.say(f"searching on placement {where}: {self.objective} {objective:.6g} so far")
+
+        search(arena.best, seconds, seed=seed, seeds=seeds, progress=told)
+        if arena.best.value is not before:
+            arena.name = "searched"
 
     def finish(self, started: float, only: str | None) -> Plan:
         """The plan, verified."""

@@ -126,17 +126,18 @@ class _Island:
         self.tries = 4  # per compiled call; follows the clock
 
     def run(self) -> None:
-        """Cycles until time is up; the last one goes on from the best of all islands."""
+        """Cycles until time is nearly up; then go on from the best of all islands."""
         started = time.perf_counter()
         total = self.deadline - started
-        cycles = min(6, int(total / (1.3 * _SECONDS * max(1.0, self.instance.ranks / 8) ** 2)))
-        cycle = total / max(1, cycles)
-        while not self._over():
-            left = self.deadline - time.perf_counter()
-            if left < 1.5 * cycle and cycles > 1:
-                self._reorder_best(self.deadline)
-            else:
-                self._cycle(time.perf_counter() + min(cycle, left))
+        usual = default_seconds(self.instance.ranks)
+        cycles = max(1, min(5, int(total / usual)))
+        cycle = 0.75 * total / cycles
+        for number in range(cycles):
+            until = started + (number + 1) * cycle
+            if self._over() or time.perf_counter() > until:
+                break
+            self._cycle(until)
+        self._reorder_best(self.deadline)
 
     def _cycle(self, until: float) -> None:
         """From random patterns to reordered ops."""
@@ -265,9 +266,9 @@ def splitting_costs(instance: Instance) -> bool:
     return bool(((split > instance.times[BW] * (1 + 1e-12)) & ~instance.joint).any())
 
 
-def state_of_starts(instance: Instance, starts: Floats, whole: Flags) -> State:
+def state_of_starts(starts: Floats, whole: Flags, chunks: int) -> State:
     """A state that keeps to given starts (3, S, m) of F, B and W as priorities."""
-    rule = np.full(CAPS + 2 * instance.chunks, FREE)
+    rule = np.full(CAPS + 2 * chunks, FREE)
     rule[:DISORDER] = 0.0
     return starts.copy(), rule, whole.copy()
 
