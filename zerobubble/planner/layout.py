@@ -7,67 +7,100 @@ import itertools
 from collections.abc import Iterator
 
 from zerobubble.planner.bounds import lower_bound
-from zerobubble.planner.instance import make_instance, shortfall
-from zerobubble.planner.problem import Problem
+from zerobubble.planner.instance import TOLERANCE, make_instance
+from zerobubble.planner.problem import Block, Problem
 from zerobubble.schedule.placement import Placement
 
 Layout = tuple[int, ...]
 """Blocks per stage, in layer order."""
 
+_TRIES = 3000  # layouts that are weighed
+_BOUNDED = 60  # and whose lower bounds are worked out
+
 
 def promising_layouts(
-    problem: Problem, placement: Placement, count: int, *, span: bool, tries: int = 400
+    problem: Problem, placement: Placement, count: int, *, span: bool
 ) -> list[Layout]:
     """Up to `count` layouts, those with the least lower bounds first.
 
-    Starts from layers divided evenly by time and moves single layers over boundaries while that
-    lowers the bound (or what is missing of memory). Empty where there are more stages than
-    layers.
+    Starts from layers divided evenly by time, moves single layers between stages while that makes
+    the busiest rank less busy (or memory less short), and takes the lower bounds of the best. Only
+    one that does not fit where none does; empty where there are more stages than layers.
     """
     if len(problem.blocks) < placement.stages:
         return []
-
-    def score(layout: Layout) -> tuple[float, float]:
-        instance = make_instance(
-            placement, problem.microbatches, problem.costs(placement, layout), span=span
-        )
-        missing = shortfall(instance)
-        # Layouts that do not fit come after all that do, the nearest to fitting first.
-        return (missing[1], 0.0) if missing else (0.0, lower_bound(instance))
-
+    scale = _Scale(problem, placement)
     start = _even(problem, placement.stages)
-    scores = {start: score(start)}
-    frontier = [(scores[start], start)]
-    while frontier and len(scores) < tries:
+    weights = {start: scale.weigh(start)}
+    frontier = [(weights[start], start)]
+    while frontier and len(weights) < _TRIES:
         _, layout = heapq.heappop(frontier)
         for moved in _moves(layout):
-            if moved not in scores:
-                scores[moved] = score(moved)
-                heapq.heappush(frontier, (scores[moved], moved))
-    ranked = sorted(scores, key=lambda layout: (scores[layout], layout))
-    fitting = [layout for layout in ranked if scores[layout][0] == 0.0]
-    return (fitting or ranked[:1])[:count]
+            if moved not in weights:
+                weights[moved] = scale.weigh(moved)
+                heapq.heappush(frontier, (weights[moved], moved))
+    ranked = heapq.nsmallest(_BOUNDED, weights, key=lambda layout: (weights[layout], layout))
+    fitting = [layout for layout in ranked if weights[layout][0] == 0.0]
+    if not fitting:
+        return ranked[:1]
+
+    def bound(layout: Layout) -> float:
+        costs = problem.costs(placement, layout)
+        return lower_bound(make_instance(placement, problem.microbatches, costs, span=span))
+
+    return heapq.nsmallest(count, fitting, key=lambda layout: (bound(layout), layout))
 
 
 def least_work(problem: Problem) -> float:
     """No layout's makespan or longest span is less: an even share, or the largest layer."""
-    work = [b.forward + b.backward_input + b.backward_weight for b in problem.blocks]
+    work = [_work(block) for block in problem.blocks]
     return problem.microbatches * max(max(work), sum(work) / problem.ranks)
+
+
+def _work(block: Block) -> float:
+    split = block.backward_input + block.backward_weight
+    return block.forward + min(split, block.backward_joint)
+
+
+class _Scale:
+    """Weighs layouts: what memory lacks for one microbatch, then the busiest rank's work."""
+
+    def __init__(self, problem: Problem, placement: Placement) -> None:
+        self.rank_of = placement.rank_of
+        self.limits = problem.memory_limit
+        memory = (block.activation + block.fixed_memory for block in problem.blocks)
+        self.memory = [0.0, *itertools.accumulate(memory)]
+        self.work = [0.0, *itertools.accumulate(map(_work, problem.blocks))]
+
+    def weigh(self, layout: Layout) -> tuple[float, float]:
+        memory = [0.0] * len(self.limits)
+        work = [0.0] * len(self.limits)
+        first = 0
+        for rank, count in zip(self.rank_of, layout, strict=True):
+            memory[rank] += self.memory[first + count] - self.memory[first]
+            work[rank] += self.work[first + count] - self.work[first]
+            first += count
+        lacks = sum(
+            need - limit
+            for need, limit in zip(memory, self.limits, strict=True)
+            if need > limit + TOLERANCE * max(1.0, limit)
+        )
+        return lacks, max(work)
 
 
 def _even(problem: Problem, stages: int) -> Layout:
     """Contiguous parts whose times come as near to equal as a walk along the layers gets."""
-    work = [b.forward + b.backward_input + b.backward_weight for b in problem.blocks]
-    total, layout, taken = sum(work), [], 0
-    cumulative = list(itertools.accumulate(work))
+    reached = list(itertools.accumulate(map(_work, problem.blocks)))
+    layout: list[int] = []
+    taken = 0
     for stage in range(stages):
-        goal = total * (stage + 1) / stages
-        last = len(work) - (stages - stage - 1)
+        goal = reached[-1] * (stage + 1) / stages
+        last = len(reached) - (stages - stage - 1)
         end = taken + 1
-        while end < last and abs(cumulative[end] - goal) <= abs(cumulative[end - 1] - goal):
+        while end < last and abs(reached[end] - goal) <= abs(reached[end - 1] - goal):
             end += 1
         if stage == stages - 1:
-            end = len(work)
+            end = len(reached)
         layout.append(end - taken)
         taken = end
     return tuple(layout)

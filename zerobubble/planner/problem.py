@@ -45,12 +45,17 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Block:
-    """An indivisible layer: times of F, B and W, activation and fixed memory."""
+    """An indivisible layer, or a stage: times, and memory in microbatches of a rank."""
 
     forward: float
     backward_input: float
+    """Of a B that is split from its W."""
     backward_weight: float
+    backward_joint: float
     activation: float
+    """What F adds."""
+    released: float
+    """What B releases of it; W releases the rest."""
     fixed_memory: float
 
 
@@ -68,11 +73,9 @@ class Problem:
     placement: str
     blocks: tuple[Block, ...]
     link_latency: float | tuple[float, ...]
-    released_by_backward_input: float
     memory_limit: tuple[float, ...]
     chunks: int = 2
     divisible: bool = False
-    split_overhead: float = 0.0
     joint_stages: frozenset[int] = frozenset()
 
     def placements(self) -> tuple[Placement, ...]:
@@ -89,10 +92,7 @@ class Problem:
         return (*choices["linear"], *choices["v"], looped(self.ranks, 2))
 
     def costs(self, placement: Placement, layout: Sequence[int] | None = None) -> Costs:
-        """Costs per stage of `placement`; `layout`: blocks per stage, where they are divisible.
-
-        A split B or W carries the split overhead, a joint BW does not.
-        """
+        """Costs per stage of `placement`; `layout`: blocks per stage, where they are divisible."""
         stages = placement.stages
         if layout is None:
             if len(self.blocks) % stages:
@@ -105,24 +105,48 @@ class Problem:
         for count in layout:
             rows.append(self.blocks[first : first + count])
             first += count
-        dearer = 1.0 + self.split_overhead
-        forward = tuple(sum(b.forward for b in row) for row in rows)
-        backward_input = tuple(sum(b.backward_input for b in row) for row in rows)
-        backward_weight = tuple(sum(b.backward_weight for b in row) for row in rows)
         link = self.link_latency
+        activation = tuple(sum(b.activation for b in row) for row in rows)
+        released = (sum(b.released for b in row) for row in rows)
         return Costs(
-            forward=forward,
-            backward_input=tuple(t * dearer for t in backward_input),
-            backward_weight=tuple(t * dearer for t in backward_weight),
-            backward_joint=tuple(
-                b + w for b, w in zip(backward_input, backward_weight, strict=True)
-            ),
+            forward=tuple(sum(b.forward for b in row) for row in rows),
+            backward_input=tuple(sum(b.backward_input for b in row) for row in rows),
+            backward_weight=tuple(sum(b.backward_weight for b in row) for row in rows),
+            backward_joint=tuple(sum(b.backward_joint for b in row) for row in rows),
             link_latency=link if isinstance(link, tuple) else (link,) * (stages - 1),
-            activation=tuple(sum(b.activation for b in row) for row in rows),
-            released_by_backward_input=(self.released_by_backward_input,) * stages,
+            activation=activation,
+            released_by_backward_input=tuple(
+                part / whole if whole else 0.0
+                for part, whole in zip(released, activation, strict=True)
+            ),
             fixed_memory=tuple(sum(b.fixed_memory for b in row) for row in rows),
             memory_limit=None if math.inf == min(self.memory_limit) else self.memory_limit,
             joint_stages=self._joint(stages),
+        )
+
+    @staticmethod
+    def of_costs(placement: Placement, microbatches: int, costs: Costs) -> Problem:
+        """The problem of costs on a given placement."""
+        return Problem(
+            ranks=placement.ranks,
+            microbatches=microbatches,
+            placement=placement.name,
+            blocks=tuple(
+                Block(
+                    forward=costs.forward[s],
+                    backward_input=costs.backward_input[s],
+                    backward_weight=costs.backward_weight[s],
+                    backward_joint=costs.backward_joint[s],
+                    activation=costs.activation[s],
+                    released=costs.activation[s] * costs.released_by_backward_input[s],
+                    fixed_memory=costs.fixed_memory[s],
+                )
+                for s in range(costs.stages)
+            ),
+            link_latency=costs.link_latency,
+            memory_limit=costs.memory_limit or (math.inf,) * placement.ranks,
+            chunks=placement.chunks,
+            joint_stages=costs.joint_stages,
         )
 
     def _joint(self, stages: int) -> frozenset[int]:
@@ -187,10 +211,6 @@ class _Reader:
             raise UserError(
                 f"layer_times has {len(blocks)} rows for {ranks} ranks; every rank needs one"
             )
-        key = "released_by_backward_input"
-        released = self._number(document[key], key)
-        if released > 1:
-            raise UserError(f"{key} is {released:g}; it is a share, 0 to 1")
         limits = self._spread("memory_limit", ranks, "rank", none=math.inf)
         return Problem(
             ranks=ranks,
@@ -198,11 +218,9 @@ class _Reader:
             placement=placement,
             blocks=blocks,
             link_latency=self._link(stages),
-            released_by_backward_input=released,
             memory_limit=limits,
             chunks=chunks,
             divisible=layers,
-            split_overhead=self._number(document.get("split_overhead", 0.0), "split_overhead"),
             joint_stages=self._joint(stages),
         )
 
@@ -221,9 +239,7 @@ class _Reader:
         rows = rows * stages if len(rows) == 1 else rows
         activation = self._spread("activation_per_stage", stages, "stage")
         fixed = self._spread("fixed_memory", stages, "stage", default=0.0)
-        return tuple(
-            Block(*row, held, kept) for row, held, kept in zip(rows, activation, fixed, strict=True)
-        )
+        return self._blocks(rows, activation, fixed)
 
     def _layers(self) -> tuple[Block, ...]:
         rows = self._rows("layer_times")
@@ -234,8 +250,32 @@ class _Reader:
                 raise UserError(f"{key} goes with stage_times; use layer_activation, layer_fixed")
         activation = self._spread("layer_activation", len(rows), "layer")
         fixed = self._spread("layer_fixed", len(rows), "layer", default=0.0)
+        return self._blocks(rows, activation, fixed)
+
+    def _blocks(
+        self,
+        rows: Sequence[tuple[float, float, float]],
+        activation: Sequence[float],
+        fixed: Sequence[float],
+    ) -> tuple[Block, ...]:
+        key = "released_by_backward_input"
+        share = self._number(self.document[key], key)
+        if share > 1:
+            raise UserError(f"{key} is {share:g}; it is a share, 0 to 1")
+        overhead = self._number(self.document.get("split_overhead", 0.0), "split_overhead")
         return tuple(
-            Block(*row, held, kept) for row, held, kept in zip(rows, activation, fixed, strict=True)
+            Block(
+                forward=forward,
+                backward_input=backward_input * (1 + overhead),
+                backward_weight=backward_weight * (1 + overhead),
+                backward_joint=backward_input + backward_weight,
+                activation=held,
+                released=held * share,
+                fixed_memory=kept,
+            )
+            for (forward, backward_input, backward_weight), held, kept in zip(
+                rows, activation, fixed, strict=True
+            )
         )
 
     def _link(self, stages: int) -> float | tuple[float, ...]:
