@@ -89,6 +89,9 @@ def plan(
     picture: Annotated[
         str | None, typer.Option(help="also draw the timeline to a .png, .svg or .pdf file")
     ] = None,
+    save: Annotated[
+        str | None, typer.Option(help="also write the schedule to a .json or .csv to train with")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the search's random numbers")] = 0,
 ) -> None:
     """Find the best schedule for measured costs under a memory limit, and say how good it is."""
@@ -112,6 +115,7 @@ def plan(
         time_limit=time_limit,
         as_json=json,
         picture=picture,
+        save=save,
         seed=seed,
     )
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,7 +19,9 @@ from rich.table import Table
 from zerobubble.errors import UserError
 from zerobubble.planner.problem import Problem, load_problem, parse_problem
 from zerobubble.planner.result import Plan
-from zerobubble.schedule.formats import format_small, format_text
+from zerobubble.schedule.files import ENDINGS
+from zerobubble.schedule.formats import format_small, format_text, to_json
+from zerobubble.schedule.torch_csv import to_csv
 
 
 def uniform_problem(
@@ -72,6 +75,7 @@ def run(
     time_limit: float | None,
     as_json: bool,
     picture: str | None,
+    save: str | None,
     seed: int,
 ) -> None:
     """Plan the problem of a file, or of flags (None where not given), and print the plan.
@@ -86,6 +90,8 @@ def run(
         raise UserError(f"--time-limit {time_limit:g} is not a time; give seconds above 0")
     if objective not in ("makespan", "span"):
         raise UserError(f"--objective {objective} is unknown; use makespan or span")
+    if save is not None and not save.endswith(ENDINGS):
+        raise UserError(f"--save {save} is neither .json nor .csv; name the file by its ending")
     problem = uniform_problem(**given) if path is None else load_problem(path)
     with ProgressLine() as progress:
         from zerobubble.planner.plan import plan
@@ -99,6 +105,10 @@ def run(
             progress=progress,
         )
     print(json.dumps(found.to_json()) if as_json else render_plan(found))
+    if save is not None:
+        schedule_text = to_csv(found.schedule) if save.endswith(".csv") else to_json(found.schedule)
+        Path(save).write_text(schedule_text, encoding="utf-8")
+        print(f"schedule: {save}; train with --schedule {save}", file=sys.stderr)
     if picture is not None:
         from zerobubble.report.picture import draw
 
