@@ -72,9 +72,10 @@ def solve(
     with W and a BW where that is faster. W, also as part of a BW, keeps ascending microbatch
     order, as F and B do.
 
-    `hint`: orders to start from; never is anything worse returned. They must run and keep the
-    limits. `lower_bound`: a proven one; it is taken on trust, and orders that meet it end the
-    search. `stop_at`: so does a value of at most this. Both in the instance's unit of time.
+    `hint`: orders to start from; never is anything worse returned. They must run, keep
+    the limits and the order of microbatches. `lower_bound`: a proven one; it is taken on trust,
+    and orders that meet it end the search. `stop_at`: so does a value of at most this. Both in
+    the instance's unit of time.
 
     Times with up to six decimals are exact in the model. Others are rounded down to less than
     1e-11 of the longest run, so that the bound stays valid; so are activations. An order
@@ -92,35 +93,51 @@ def solve(
         if not keeps_limits(instance, best):
             raise ValueError("the orders of the hint pass a memory limit")
         value = evaluate(instance, best)
-    ticks = _ticks(instance, split_choice)
+    if best is None or value > max(stop_at, lower_bound * (1 + MEETS)):
+        found, proved = _search(
+            instance, best, max(1, workers), seconds, lower_bound, stop_at, split_choice
+        )
+        reached = math.inf
+        if found is not None and keeps_limits(instance, found):
+            reached = evaluate(instance, found)
+        if reached < value:
+            best, value = found, reached
+        lower_bound = max(lower_bound, proved)
+    if lower_bound - value > MEETS * value:
+        raise ValueError(f"the lower bound is {lower_bound}, and orders take {value}")
+    if best is None:
+        return Exact(None, None, value, lower_bound, False)
+    lower_bound = min(lower_bound, value)
+    return Exact(*_encode(instance, best), value, lower_bound, value - lower_bound <= MEETS * value)
+
+
+def _search(
+    instance: Instance,
+    hint: list[list[Task]] | None,
+    workers: int,
+    seconds: float,
+    lower_bound: float,
+    stop_at: float,
+    split_choice: bool,
+) -> tuple[list[list[Task]] | None, float]:
+    """Orders, where any were found, and a bound that CP-SAT proved; 0 for none."""
     from ortools.sat.python import cp_model  # takes half a second
 
-    model = _Model(cp_model, instance, ticks, split_choice)
+    ticks = _ticks(instance, split_choice)
     enough = max(ticks.ceil(lower_bound), ticks.floor(stop_at)) * ticks.stretch + ticks.zeros
-    model.finish(enough, best)
+    model = _Model(cp_model, instance, ticks, split_choice)
+    model.finish(enough, hint)
     solver = cp_model.CpSolver()
-    searches = _SEARCHES[: max(1, workers)]
+    searches = _SEARCHES[:workers]
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = len(searches)
     solver.parameters.subsolvers.extend(searches)
     status = solver.solve(model.model)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = model.orders(solver)
-        reached = evaluate(instance, found) if keeps_limits(instance, found) else math.inf
-        if reached < value:
-            best, value = found, reached
-    elif status != cp_model.UNKNOWN:
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         raise RuntimeError(f"CP-SAT: {solver.status_name(status)} {model.model.validate()}")
     proved = round(solver.best_objective_bound)
-    if proved > enough:
-        lower_bound = max(lower_bound, ticks.real(proved))
-    if lower_bound - value > MEETS * value:
-        raise ValueError(f"the lower bound is {lower_bound}, and orders take {value}")
-    lower_bound = min(lower_bound, value)
-    optimal = best is not None and value - lower_bound <= MEETS * value
-    if best is None:
-        return Exact(None, None, value, lower_bound, optimal)
-    return Exact(*_encode(instance, best), value, lower_bound, optimal)
+    found = None if status == cp_model.UNKNOWN else model.orders(solver)
+    return found, ticks.real(proved) if proved > enough else 0.0
 
 
 def evaluate(instance: Instance, rows: Sequence[Sequence[Task]]) -> float:
@@ -258,7 +275,7 @@ def _ticks(instance: Instance, split_choice: bool) -> _Ticks:
         scale = _FINEST / longest / (1 + 3 * instance.stages * instance.microbatches)
     whole = np.rint(amounts * scale) if exact else np.floor(amounts * scale)
     steps = whole.astype(np.int64)
-    common = max(1, int(np.gcd.reduce(steps.ravel())))
+    common = max(1, int(np.gcd.reduce(steps.ravel()))) if exact else 1
     steps //= common
     # ticks of ops that take no time, at most: of a backward in two, or else in one
     zero = (steps[:4] == 0).astype(int)
@@ -353,14 +370,16 @@ class _Model:
         """F, B and W of a stage and microbatch; B and W have the same times where they are BW."""
         model, times = self.model, self.ticks.times
         intervals = self.intervals[self.instance.rank_of[s]]
-        kinds = (F, B) if self.instance.joint[s] or self.choice[s] else (F, B, W)
+        kinds: tuple[int, ...] = (F, B, W)
+        if self.instance.joint[s] or self.choice[s]:
+            kinds = (F, B)
         for kind in (F, B, W):
             self.start[kind, s, j] = model.new_int_var(0, self.horizon, "")
             if kind in kinds:
                 self.end[kind, s, j] = self.start[kind, s, j] + times[kind][s]
         if self.choice[s]:
             self._add_choice(s, j)
-            kinds = (F,)
+            kinds = kinds[:1]
         elif self.instance.joint[s]:
             self.end[W, s, j] = self.end[B, s, j]
             model.add(self.start[W, s, j] == self.start[B, s, j])
