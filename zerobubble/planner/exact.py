@@ -396,15 +396,20 @@ class _Model:
         start, end = self.start, self.end
         end[B, s, j] = model.new_int_var(0, self.horizon, "")
         end[W, s, j] = model.new_int_var(0, self.horizon, "")
-        size = times[B][s] + (times[BW][s] - times[B][s]) * join
         split = join.negated()
-        model.add(end[W, s, j] == start[W, s, j] + times[W][s]).only_enforce_if(split)
+        model.add(end[B, s, j] == start[B, s, j] + times[B][s]).only_enforce_if(split)
         model.add(start[W, s, j] >= end[B, s, j]).only_enforce_if(split)
+        model.add(end[W, s, j] == start[W, s, j] + times[W][s]).only_enforce_if(split)
+        model.add(end[B, s, j] == start[B, s, j] + times[BW][s]).only_enforce_if(join)
         model.add(start[W, s, j] == start[B, s, j]).only_enforce_if(join)
         model.add(end[W, s, j] == end[B, s, j]).only_enforce_if(join)
         self.intervals[self.instance.rank_of[s]] += [
-            model.new_interval_var(start[B, s, j], size, end[B, s, j], ""),
-            model.new_optional_fixed_size_interval_var(start[W, s, j], times[W][s], split, ""),
+            model.new_optional_fixed_size_interval_var(start[kind, s, j], size, chosen, "")
+            for kind, size, chosen in (
+                (B, times[B][s], split),
+                (W, times[W][s], split),
+                (B, times[BW][s], join),
+            )
         ]
 
     def _add_dependencies(self) -> None:
