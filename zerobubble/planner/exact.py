@@ -209,23 +209,33 @@ def _run(
 def _decode(
     instance: Instance, orders: Ints, lengths: Ints, split_choice: bool
 ) -> list[list[Task]]:
-    """Rows of ops; a BW that the model does not know as its B and W."""
+    """Rows of ops, with BW, or B and W, only where the model has them."""
+    backwards = _backwards(instance, split_choice)
     rows = []
     for row, length in zip(orders, lengths, strict=True):
         tasks: list[Task] = []
         for code in row[:length].tolist():
             rest, j = divmod(code, instance.microbatches)
             kind, s = divmod(rest, instance.stages)
-            apart = kind == BW and not instance.joint[s] and not _chooses(instance, s, split_choice)
-            tasks += [(B, s, j), (W, s, j)] if apart else [(kind, s, j)]
+            if kind == BW and backwards[s] == (B,):
+                tasks += [(B, s, j), (W, s, j)]
+            elif kind == B and backwards[s] == (BW,):
+                tasks.append((BW, s, j))
+            elif kind != W or backwards[s] != (BW,):
+                tasks.append((kind, s, j))
         rows.append(tasks)
     return rows
 
 
-def _chooses(instance: Instance, stage: int, split_choice: bool) -> bool:
-    """Whether the backward of a stage may be B and W or a BW."""
-    _, b, w, joint = instance.times[:, stage].tolist()
-    return split_choice and not instance.joint[stage] and joint < b + w
+def _backwards(instance: Instance, split_choice: bool) -> list[tuple[int, ...]]:
+    """Per stage, whether its backward is B (and W), BW, or either; BW alone if B is no faster."""
+    kinds: list[tuple[int, ...]] = []
+    for joint, (_, b, w, both) in zip(instance.joint, instance.times.T.tolist(), strict=True):
+        if joint or (split_choice and both <= b and both < b + w):
+            kinds.append((BW,))
+        else:
+            kinds.append((B, BW) if split_choice and both < b + w else (B,))
+    return kinds
 
 
 def _encode(instance: Instance, rows: Sequence[Sequence[Task]]) -> tuple[Ints, Ints]:
@@ -345,7 +355,7 @@ class _Model:
         self.instance = instance
         self.ticks = ticks
         stages, times = instance.stages, ticks.times
-        self.choice = [_chooses(instance, s, split_choice) for s in range(stages)]
+        self.backwards = _backwards(instance, split_choice)
         longest = sum(
             times[F][s] + max(times[B][s] + times[W][s], times[BW][s]) + 2 * ticks.latency[s]
             for s in range(stages)
@@ -367,50 +377,48 @@ class _Model:
                 self._add_limit(rank, memory)
 
     def _add_ops(self, s: int, j: int) -> None:
-        """F, B and W of a stage and microbatch; B and W have the same times where they are BW."""
-        model, times = self.model, self.ticks.times
-        intervals = self.intervals[self.instance.rank_of[s]]
-        kinds: tuple[int, ...] = (F, B, W)
-        if self.instance.joint[s] or self.choice[s]:
-            kinds = (F, B)
+        """F, B and W of a stage and microbatch; B and W are one op where they are BW."""
+        model, start, end, times = self.model, self.start, self.end, self.ticks.times
+        sizes = {F: times[F][s], B: times[B][s], W: times[W][s]}
+        if self.backwards[s] == (BW,):
+            sizes = {F: times[F][s], B: times[BW][s]}
+        elif self.backwards[s] == (B, BW):
+            sizes[W] = min(times[W][s], times[BW][s] - times[B][s])
         for kind in (F, B, W):
-            self.start[kind, s, j] = model.new_int_var(0, self.horizon, "")
-            if kind in kinds:
-                self.end[kind, s, j] = self.start[kind, s, j] + times[kind][s]
-        if self.choice[s]:
-            self._add_choice(s, j)
-            kinds = kinds[:1]
-        elif self.instance.joint[s]:
-            self.end[W, s, j] = self.end[B, s, j]
-            model.add(self.start[W, s, j] == self.start[B, s, j])
-        else:
-            model.add(self.start[W, s, j] >= self.end[B, s, j])
+            start[kind, s, j] = model.new_int_var(0, self.horizon, "")
+            end[kind, s, j] = start[kind, s, j] + sizes.get(kind, 0)
+        intervals = self.intervals[self.instance.rank_of[s]]
         intervals += [
-            model.new_fixed_size_interval_var(self.start[kind, s, j], times[kind][s], "")
-            for kind in kinds
+            model.new_fixed_size_interval_var(start[kind, s, j], size, "")
+            for kind, size in sizes.items()
         ]
+        if self.backwards[s] == (BW,):
+            end[W, s, j] = end[B, s, j]
+            model.add(start[W, s, j] == start[B, s, j])
+        else:
+            model.add(start[W, s, j] >= end[B, s, j])
+        if self.backwards[s] == (B, BW):
+            self._add_choice(s, j, sizes[W])
 
-    def _add_choice(self, s: int, j: int) -> None:
-        model, times = self.model, self.ticks.times
+    def _add_choice(self, s: int, j: int, least: int) -> None:
+        """W as the `least` that it takes within a BW, right after B, or anywhere with the rest."""
+        model, start, end = self.model, self.start, self.end
         join = self.joins[s, j] = model.new_bool_var("")
-        start, end = self.start, self.end
+        split = join.negated()
+        part, rest = end[B, s, j], end[W, s, j]
         end[B, s, j] = model.new_int_var(0, self.horizon, "")
         end[W, s, j] = model.new_int_var(0, self.horizon, "")
-        split = join.negated()
-        model.add(end[B, s, j] == start[B, s, j] + times[B][s]).only_enforce_if(split)
-        model.add(start[W, s, j] >= end[B, s, j]).only_enforce_if(split)
-        model.add(end[W, s, j] == start[W, s, j] + times[W][s]).only_enforce_if(split)
-        model.add(end[B, s, j] == start[B, s, j] + times[BW][s]).only_enforce_if(join)
-        model.add(start[W, s, j] == start[B, s, j]).only_enforce_if(join)
-        model.add(end[W, s, j] == end[B, s, j]).only_enforce_if(join)
-        self.intervals[self.instance.rank_of[s]] += [
-            model.new_optional_fixed_size_interval_var(start[kind, s, j], size, chosen, "")
-            for kind, size, chosen in (
-                (B, times[B][s], split),
-                (W, times[W][s], split),
-                (B, times[BW][s], join),
-            )
-        ]
+        more = self.ticks.times[W][s] - least
+        model.add(end[B, s, j] >= part)
+        model.add(end[W, s, j] >= rest)
+        model.add(start[W, s, j] == part).only_enforce_if(join)
+        model.add(end[B, s, j] == part + least).only_enforce_if(join)
+        model.add(end[W, s, j] == rest).only_enforce_if(join)
+        model.add(end[B, s, j] == part).only_enforce_if(split)
+        model.add(end[W, s, j] == rest + more).only_enforce_if(split)
+        self.intervals[self.instance.rank_of[s]].append(
+            model.new_optional_fixed_size_interval_var(rest, more, split, "")
+        )
 
     def _add_dependencies(self) -> None:
         model, start, end = self.model, self.start, self.end
@@ -518,9 +526,10 @@ class _Model:
         for row in rows:
             for kind, s, j in row:
                 at = int(begun[kind, s, j])
-                both = kind == BW or (kind == B and self.instance.joint[s])
-                for part in (B, W) if both else (kind,):
+                for part in (B, W) if kind == BW else (kind,):
                     start[part, s, j], end[part, s, j] = at, at + times[kind][s]
+                if kind == BW and (s, j) in self.joins:
+                    start[W, s, j] += times[B][s]
                 if (s, j) in self.joins and kind in (B, BW):
                     model.add_hint(self.joins[s, j], kind == BW)
             kind, s, j = row[-1]
@@ -540,7 +549,7 @@ class _Model:
         rows: list[list[tuple[int, Task]]] = [[] for _ in range(self.instance.ranks)]
         for task, variable in self.start.items():
             kind, s, j = task
-            joint = bool(self.instance.joint[s]) or (
+            joint = self.backwards[s] == (BW,) or (
                 (s, j) in self.joins and solver.boolean_value(self.joins[s, j])
             )
             if joint and kind == W:
