@@ -231,10 +231,11 @@ def _backwards(instance: Instance, split_choice: bool) -> list[tuple[int, ...]]:
     """Per stage, whether its backward is B (and W), BW, or either; BW alone if B is no faster."""
     kinds: list[tuple[int, ...]] = []
     for joint, (_, b, w, both) in zip(instance.joint, instance.times.T.tolist(), strict=True):
-        if joint or (split_choice and both <= b and both < b + w):
+        gains = split_choice and both < (b + w) * (1 - MEETS)
+        if joint or (gains and both <= b * (1 + MEETS)):
             kinds.append((BW,))
         else:
-            kinds.append((B, BW) if split_choice and both < b + w else (B,))
+            kinds.append((B, BW) if gains else (B,))
     return kinds
 
 
@@ -300,8 +301,8 @@ def _ticks(instance: Instance, split_choice: bool) -> _Ticks:
         step=common / scale,
         stretch=zeros + 1,
         zeros=zeros,
-        # a span starts at a sum of rounded times
-        slack=0 if exact or not instance.span else 5 * instance.stages * instance.microbatches,
+        # a span starts at a sum of rounded times, and so does what a BW takes beyond B
+        slack=0 if exact else 5 * instance.stages * instance.microbatches,
     )
 
 
@@ -383,7 +384,7 @@ class _Model:
         if self.backwards[s] == (BW,):
             sizes = {F: times[F][s], B: times[BW][s]}
         elif self.backwards[s] == (B, BW):
-            sizes[W] = min(times[W][s], times[BW][s] - times[B][s])
+            sizes[W] = max(1, min(times[W][s], times[BW][s] - times[B][s]))
         for kind in (F, B, W):
             start[kind, s, j] = model.new_int_var(0, self.horizon, "")
             end[kind, s, j] = start[kind, s, j] + sizes.get(kind, 0)
