@@ -85,6 +85,9 @@ def plan(
     time_limit: Annotated[
         float | None, typer.Option(help="seconds to search; about 1 at 8 ranks, 15 at 32")
     ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="spend the time on proving optimality too (CP-SAT)")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     picture: Annotated[
         str | None, typer.Option(help="also draw the timeline to a .png, .svg or .pdf file")
@@ -113,6 +116,7 @@ def plan(
         schedule=schedule,
         objective=objective,
         time_limit=time_limit,
+        prove=prove,
         as_json=json,
         picture=picture,
         save=save,

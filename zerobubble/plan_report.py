@@ -73,6 +73,7 @@ def run(
     schedule: str,
     objective: str,
     time_limit: float | None,
+    prove: bool,
     as_json: bool,
     picture: str | None,
     save: str | None,
@@ -101,6 +102,7 @@ def run(
             objective="span" if objective == "span" else "makespan",
             schedule=schedule,
             time_limit=time_limit,
+            prove=prove,
             seed=seed,
             progress=progress,
         )

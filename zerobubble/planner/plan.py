@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from zerobubble.errors import UserError
 from zerobubble.planner.bounds import lower_bound
 from zerobubble.planner.candidates import Candidate, candidates
+from zerobubble.planner.exact import solve
 from zerobubble.planner.instance import TOLERANCE, Instance, make_instance, shortfall, to_ops
+from zerobubble.planner.kernels import make_workspace, simulate_orders
 from zerobubble.planner.layout import Layout, least_work, promising_layouts
 from zerobubble.planner.problem import Objective, Problem
 from zerobubble.planner.refine import State
 from zerobubble.planner.result import Alternative, Plan, warnings_of
-from zerobubble.planner.search import Best, compile_search, default_seconds, search
+from zerobubble.planner.search import Best, compile_search, default_seconds, search, splitting_costs
 from zerobubble.schedule import families
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.placement import Placement
@@ -42,13 +44,15 @@ def plan(
     objective: Objective = "makespan",
     schedule: str = "auto",
     time_limit: float | None = None,
+    prove: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
     """The best schedule found for `problem` in `time_limit` seconds (see `default_seconds`).
 
     It fits every rank's limit, is verified, and is never worse than any of its alternatives that
-    fits. The search ends early where a lower bound proves it optimal. `schedule` names a family to
+    fits. The search ends early where a lower bound proves it optimal; `prove` gives what is left of
+    the time, two thirds at least, to an exact solver. `schedule` names a family to
     take instead of the best; it is priced for the problem all the same. The time is for the search
     alone: compiling it the first time takes some seconds more.
 
@@ -65,7 +69,10 @@ def plan(
     planner.open_arenas(only)
     planner.price_families(started + limit, only)
     if only is None:
-        planner.search(started + limit)
+        # A proof gets the greater part of the time: the search rarely needs a third of it.
+        planner.search(started + (limit / 3 if prove else limit))
+        if prove:
+            planner.prove(started + limit)
     return planner.finish(started, only)
 
 
@@ -203,6 +210,34 @@ class _Planner:
         search(arena.best, seconds, seed=seed, seeds=seeds, progress=told)
         if arena.best.value is not before:
             arena.name = "searched"
+
+    def prove(self, deadline: float) -> None:
+        """Give what is left of the time to the exact solver, the most promising arena first."""
+        for arena in self._by_value():
+            left = deadline - time.perf_counter()
+            best = arena.best
+            if left <= 0 or not self._promising(arena):
+                continue
+            self.say(f"proving on placement {arena.placement.name}")
+            least = min(other.best.objective for other in self.arenas)
+            hint = None
+            if best.orders is not None and best.lengths is not None:
+                hint = best.orders, best.lengths
+            exact = solve(
+                arena.instance,
+                seconds=left,
+                hint=hint,
+                lower_bound=best.lower_bound,
+                split_choice=splitting_costs(arena.instance),
+            )
+            best.lower_bound = max(best.lower_bound, exact.lower_bound)
+            if exact.orders is None or exact.lengths is None:
+                continue
+            starts = make_workspace(arena.instance).starts
+            value = simulate_orders(arena.instance, exact.orders, exact.lengths, starts)
+            best.offer(exact.orders, exact.lengths, value)
+            if best.objective < least:
+                arena.name = "exact"
 
     def finish(self, started: float, only: str | None) -> Plan:
         """The plan, verified."""
