@@ -82,7 +82,8 @@ def solve(
     that keeps its limits in rounded amounts alone is dropped. Where a rank cannot
     hold one microbatch of its stages, the result has no orders and a bound of inf.
 
-    Raises ValueError for a hint that does not run or passes a limit.
+    Raises ValueError for a hint that does not run or passes a limit, and for a `lower_bound` above
+    orders that were found.
     """
     if shortfall(instance) is not None:
         return Exact(None, None, math.inf, math.inf, False)
