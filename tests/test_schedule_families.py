@@ -17,7 +17,7 @@ from zerobubble.schedule.families.forward_only import forward_only
 from zerobubble.schedule.placement import linear, looped, v
 from zerobubble.schedule.verify import verify
 
-FAMILIES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+FAMILIES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")
 
 times = st.sampled_from([0.3, 0.5, 1.0, 1.2, 2.0])
 
@@ -56,6 +56,7 @@ def test_every_schedule_is_proved(problem):
             "1f1b": min(ranks - rank, microbatches) * sum(held),
             "gpipe": microbatches * sum(held),
             "zb-h1": min(ranks, microbatches) * sum(held),
+            "zb-h2": min(2 * ranks - 1, microbatches) * sum(held),
             "zb-v": ranks * sum(held),
             # Warm-up and one more, in chunks.
             "interleaved": (2 * (ranks - rank) - 1 + (len(held) - 1) * ranks) * max(held),
@@ -102,6 +103,20 @@ def test_zb_h1_puts_w_off_by_the_rank():
         "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
         "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
     ]
+
+
+def test_zb_h2_warms_up_twice_as_deep_and_puts_w_off_twice_as_long():
+    assert texts(families.build("zb-h2", 2, 4)) == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
+    ]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 7), (8, 15), (8, 40)])
+def test_zb_h2_has_no_bubble_when_all_ops_take_as_long(p, m):
+    timeline = verify(families.build("zb-h2", p, m)).timeline
+    assert [timeline.span(rank) for rank in range(p)] == [3 * m] * p
+    assert max(timeline.peak_memory) == 2 * p - 1
 
 
 def test_interleaved_is_megatrons_order_where_p_divides_m():
