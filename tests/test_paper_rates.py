@@ -49,3 +49,15 @@ def test_handcrafted_schedules_have_the_published_rate(case, name, published):
     timeline = simulated(name, case)
     rate = case["published_bubble_rate"][published]
     assert round(timeline.longest_span_bubble_rate, 4) == pytest.approx(rate, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "most_held"), [("zb-1p", "ZB-1p", 1), ("zb-2p", "ZB-2p", 2)]
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_planned_schedules_are_not_above_the_published_rate(case, name, published, most_held):
+    timeline = simulated(name, case)
+    rate = case["published_bubble_rate"][published]
+    if rate is not None:
+        assert round(timeline.longest_span_bubble_rate, 4) <= rate + 1e-9
+    assert max(timeline.peak_memory) <= most_held * case["p"] + 1e-9

@@ -17,9 +17,9 @@ from zerobubble.schedule.families.forward_only import forward_only
 from zerobubble.schedule.placement import linear, looped, v
 from zerobubble.schedule.verify import verify
 
-FAMILIES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")
+FAMILIES = ("1f1b", "gpipe", "interleaved", "zb-1p", "zb-2p", "zb-h1", "zb-h2", "zb-v")
 
-times = st.sampled_from([0.3, 0.5, 1.0, 1.2, 2.0])
+times = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.2, 2.0])
 
 
 @st.composite
@@ -55,6 +55,8 @@ def test_every_schedule_is_proved(problem):
         most = {
             "1f1b": min(ranks - rank, microbatches) * sum(held),
             "gpipe": microbatches * sum(held),
+            "zb-1p": min(ranks, microbatches) * sum(held),
+            "zb-2p": min(2 * ranks, microbatches) * sum(held),
             "zb-h1": min(ranks, microbatches) * sum(held),
             "zb-h2": min(2 * ranks - 1, microbatches) * sum(held),
             "zb-v": ranks * sum(held),
@@ -117,6 +119,31 @@ def test_zb_h2_has_no_bubble_when_all_ops_take_as_long(p, m):
     timeline = verify(families.build("zb-h2", p, m)).timeline
     assert [timeline.span(rank) for rank in range(p)] == [3 * m] * p
     assert max(timeline.peak_memory) == 2 * p - 1
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 3), (4, 7), (8, 16), (8, 40)])
+def test_zb_2p_has_no_bubble_when_all_ops_take_as_long(p, m):
+    timeline = verify(families.build("zb-2p", p, m)).timeline
+    # Too few microbatches cannot fill the time until rank 0's first gradient is back.
+    assert timeline.longest_span == 3 * m + max(0, 2 * p - 1 - m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 7), (8, 16), (8, 40)])
+def test_zb_1p_has_the_bubble_of_zb_h1_when_all_ops_take_as_long(p, m):
+    # Nothing shorter is possible: rank 0 holds p microbatches, its first gradient comes at 2p - 1.
+    timeline = verify(families.build("zb-1p", p, m)).timeline
+    assert timeline.longest_span == 3 * m + p - 1
+
+
+def test_zb_1p_and_zb_2p_are_never_worse_than_the_handcrafted_orders():
+    rows = [(1.0, 1.2, 0.7)] * 3 + [(2.0, 1.5, 1.5), (0.0, 0.0, 0.0), (1.3, 1.2, 0.9)]
+    costs = Costs.per_stage(rows, link_latency=0.1)
+    span = {
+        name: verify(families.build(name, 6, 14, costs=costs), costs).timeline.longest_span
+        for name in ("zb-1p", "zb-2p", "zb-h1", "zb-h2")
+    }
+    assert span["zb-1p"] < span["zb-h1"]
+    assert span["zb-2p"] == pytest.approx(14 * 5)  # the slowest rank's work: nothing is shorter
 
 
 def test_interleaved_is_megatrons_order_where_p_divides_m():
