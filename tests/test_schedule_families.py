@@ -17,7 +17,18 @@ from zerobubble.schedule.families.forward_only import forward_only
 from zerobubble.schedule.placement import linear, looped, v
 from zerobubble.schedule.verify import verify
 
-FAMILIES = ("1f1b", "gpipe", "interleaved", "zb-1p", "zb-2p", "zb-h1", "zb-h2", "zb-v")
+FAMILIES = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "v-half",
+    "v-min",
+    "zb-1p",
+    "zb-2p",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+)
 
 times = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.2, 2.0])
 
@@ -46,7 +57,7 @@ def test_every_schedule_is_proved(problem):
     proof = verify(schedule, costs)
     stages = schedule.placement.stages
     kinds = Counter(op.kind for _, op in schedule.ops())
-    split = name.startswith("zb")
+    split = name.startswith(("zb", "v-"))
     assert kinds == dict.fromkeys(("F", "B", "W") if split else ("F", "BW"), stages * microbatches)
 
     activation = costs.activation if costs else (1.0,) * stages
@@ -60,6 +71,8 @@ def test_every_schedule_is_proved(problem):
             "zb-h1": min(ranks, microbatches) * sum(held),
             "zb-h2": min(2 * ranks - 1, microbatches) * sum(held),
             "zb-v": ranks * sum(held),
+            "v-half": min(ranks, -(-ranks // 2) + 1) * sum(held),
+            "v-min": min(ranks, -(-ranks // 3) + 1) * sum(held),
             # Warm-up and one more, in chunks.
             "interleaved": (2 * (ranks - rank) - 1 + (len(held) - 1) * ranks) * max(held),
         }[name]
@@ -175,6 +188,15 @@ def test_zb_v_keeps_p_microbatches_of_unequal_activations():
     limits = (16.0, 12.0, 8.0, 8.0)
     for peak, limit in zip(timeline.peak_memory, limits, strict=True):
         assert peak <= limit
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
+def test_v_half_and_v_min_bubbles_and_memory(p):
+    costs = Costs.uniform(2 * p, 0.5, 0.5, 0.5, activation=0.5)
+    for name, bubble, share in (("v-half", 1.5 * (p - 1), 2), ("v-min", 2 * p - 1.5, 3)):
+        timeline = verify(families.build(name, p, 4 * p, costs=costs), costs).timeline
+        assert 12 * p <= timeline.makespan <= 12 * p + bubble
+        assert max(timeline.peak_memory) <= min(p, -(-p // share) + 1)
 
 
 def test_names_and_aliases():
