@@ -14,6 +14,14 @@ from zerobubble.schedule.verify import verify
 REFERENCE = Path(__file__).parent.parent / "benchmarks" / "reference"
 CASES = json.loads((REFERENCE / "zero_bubble_paper.json").read_text())["cases"]
 
+TORCH = {
+    row["name"]: row["pytorch_2.13"]
+    for row in json.loads((REFERENCE / "public_schedulers_on_paper_profiles.json").read_text())[
+        "rows"
+    ]
+    if "pytorch_2.13" in row
+}
+
 
 def profile(case):
     """The published times of a rank (F, B, W) and of a hop."""
@@ -61,3 +69,23 @@ def test_planned_schedules_are_not_above_the_published_rate(case, name, publishe
     if rate is not None:
         assert round(timeline.longest_span_bubble_rate, 4) <= rate + 1e-9
     assert max(timeline.peak_memory) <= most_held * case["p"] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "torchs", "memory"),
+    [
+        ("interleaved-zb", "InterleavedZeroBubble_v2", "InterleavedZeroBubble_v2"),
+        ("dualpipev", "DualPipeV_F_then_B", "DualPipeV"),
+    ],
+)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case["name"] in TORCH],
+    ids=lambda case: case["name"],
+)
+def test_torchs_schedules_have_the_rate_and_memory_of_torchs_orders(case, name, torchs, memory):
+    timeline = simulated(name, case)
+    torch = TORCH[case["name"]]
+    assert timeline.longest_span_bubble_rate == pytest.approx(torch[torchs], abs=5.1e-5)
+    peak = max(timeline.peak_memory) / case["p"]
+    assert peak == pytest.approx(torch["peak_memory_pM_B"][memory], abs=5.1e-3)
