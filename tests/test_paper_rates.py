@@ -60,7 +60,8 @@ def test_handcrafted_schedules_have_the_published_rate(case, name, published):
 
 
 @pytest.mark.parametrize(
-    ("name", "published", "most_held"), [("zb-1p", "ZB-1p", 1), ("zb-2p", "ZB-2p", 2)]
+    ("name", "published", "most_held"),
+    [("zb-1p", "ZB-1p", 1), ("zb-2p", "ZB-2p", 2), ("zb-v", "ZB-V", 1)],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_planned_schedules_are_not_above_the_published_rate(case, name, published, most_held):

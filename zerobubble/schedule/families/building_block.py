@@ -17,7 +17,6 @@ from zerobubble.schedule.families.v_search import (
     by_preference,
     in_order_of,
     listed,
-    lower_bound,
     memory_of,
     shortest,
 )
@@ -94,7 +93,7 @@ def build(
     costs = costs or Costs.uniform(placement.stages)
     limit = memory_of(placement, costs, most_held)
     candidates = _candidates(placement, microbatches, costs, limit, blocks)
-    return shortest(candidates, lower_bound(placement, microbatches, costs))
+    return shortest(candidates, placement, microbatches, costs)
 
 
 def _candidates(

@@ -35,16 +35,19 @@ def memory_of(placement: Placement, costs: Costs, microbatches: int) -> list[flo
     ]
 
 
-def shortest(candidates: Iterable[Listed], bound: float) -> tuple[tuple[Op, ...], ...]:
-    """The orders of the shortest makespan; one that reaches the bound ends the search."""
+def shortest(
+    candidates: Iterable[Listed], placement: Placement, microbatches: int, costs: Costs
+) -> tuple[tuple[Op, ...], ...]:
+    """The orders of the shortest longest span, then makespan; reaching both bounds ends it."""
+    span, makespan = _lower_bounds(placement, microbatches, costs)
     best: Listed | None = None
     for found in candidates:
-        if best is None or (found.makespan, found.longest_span) < (
-            best.makespan,
+        if best is None or (found.longest_span, found.makespan) < (
             best.longest_span,
+            best.makespan,
         ):
             best = found
-        if best.makespan <= bound * (1 + _TOLERANCE):
+        if max(best.longest_span - span, best.makespan - makespan) <= _TOLERANCE * makespan:
             break
     assert best is not None
     return best.orders
@@ -114,13 +117,15 @@ def in_rows(rows: Sequence[Sequence[tuple[Kind, int]]]) -> Preference:
     return lambda rank, position: rows[rank][position : position + 1]
 
 
-def lower_bound(placement: Placement, microbatches: int, costs: Costs) -> float:
-    """No makespan is shorter: a rank waits for its first input, then has all its work."""
-    bound = head = 0.0
+def _lower_bounds(placement: Placement, microbatches: int, costs: Costs) -> tuple[float, float]:
+    """No longest span and no makespan is shorter: a rank has its work, after its first input."""
+    span = makespan = head = 0.0
     for stage, rank in enumerate(placement.rank_of[: placement.ranks]):
-        work = sum(costs.time(k, s) for s in placement.stages_of(rank) for k in (F, B, W))
-        bound = max(bound, head + microbatches * work)
+        work = microbatches * sum(
+            costs.time(k, s) for s in placement.stages_of(rank) for k in (F, B, W)
+        )
+        span, makespan = max(span, work), max(makespan, head + work)
         head += costs.forward[stage]
         if placement.crosses(stage):
             head += costs.link_latency[stage]
-    return bound
+    return span, makespan
