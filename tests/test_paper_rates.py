@@ -65,10 +65,11 @@ def test_handcrafted_schedules_have_the_published_rate(case, name, published):
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_planned_schedules_are_not_above_the_published_rate(case, name, published, most_held):
-    timeline = simulated(name, case)
     rate = case["published_bubble_rate"][published]
-    if rate is not None:
-        assert round(timeline.longest_span_bubble_rate, 4) <= rate + 1e-9
+    if rate is None:  # not every profile has every schedule
+        return
+    timeline = simulated(name, case)
+    assert round(timeline.longest_span_bubble_rate, 4) <= rate + 1e-9
     assert max(timeline.peak_memory) <= most_held * case["p"] + 1e-9
 
 
