@@ -271,3 +271,28 @@ def test_help_is_complete_and_needs_no_torch() -> None:
     ).stdout
     for flag in known_flags(build_parser()):
         assert flag in printed
+
+
+def test_sliced_schedules_are_refused_where_they_would_run() -> None:
+    from zerobubble.pipeline import Pipeline
+    from zerobubble.schedule import families
+
+    with pytest.raises(UserError, match="--schedule seq1f1b has 4 slices, which cannot run yet"):
+        read(f"{BASE} --pipeline-model-parallel-size 2 --schedule seq1f1b")
+    with pytest.raises(UserError, match="'seq1f1b' cuts sequences into 3 slices, which cannot run"):
+        Pipeline({}, families.build("seq1f1b", 2, 4, slices=3))
+
+
+def test_interleave_group_size() -> None:
+    interleaved = f"{BASE} --pipeline-model-parallel-size 2 --schedule interleaved"
+    for flag in ("--interleave-group-size", "--microbatch-group-size-per-virtual-pipeline-stage"):
+        forwards = [
+            (op.stage, op.microbatch)
+            for op in read(f"{interleaved} {flag} 3").pipeline.schedule.orders[0]
+            if op.kind == "F"
+        ]
+        assert forwards[:6] == [(stage, j) for stage in (0, 2) for j in range(3)]
+    with pytest.raises(UserError, match="group of 1 microbatches on 2 ranks"):
+        read(f"{interleaved} --interleave-group-size 1")
+    with pytest.raises(UserError, match="schedule 'zb-v' has no group"):
+        read(f"{BASE} --pipeline-model-parallel-size 2 --schedule zb-v --interleave-group-size 4")

@@ -54,13 +54,36 @@ def _script() -> list[str]:
 
 def test_the_table_of_schedules_is_right() -> None:
     ranks, microbatches = 4, 16
-    bubble = {"gpipe": 9.0, "1f1b": 9.0, "interleaved": 4.5, "zb-h1": 3.0, "zb-v": 1.5}
-    held = {"gpipe": 16.0, "1f1b": 4.0, "interleaved": 5.5, "zb-h1": 4.0, "zb-v": 4.0}
-    for name in bubble:
+    right = {  # activations held, bubble
+        "gpipe": (16, 9),
+        "1f1b": (4, 9),
+        "1f1b-v": (4, 6),
+        "seq1f1b": (7 / 4, 9 / 4),
+        "looped-bfs": (16, 4.5),
+        "interleaved": (5.5, 4.5),
+        "interleaved-zb": (4, 1.5),
+        "zb-h1": (4, 3),
+        "zb-1p": (4, 3),
+        "zb-h2": (7, 3),
+        "zb-2p": (8, 3),
+        "zb-v": (4, 1.5),
+        "dualpipev": (4.5, 1.5),
+        "v-half": (3, 4.5),
+        "v-min": (3, 6.5),
+    }
+    assert set(right) == set(families.names())
+    for name, (held, bubble) in right.items():
+        assert f"`{name}`" in README
         schedule = families.build(name, ranks, microbatches)
-        chunks = schedule.placement.chunks
-        costs = Costs.uniform(schedule.placement.stages, *(3 * [1 / chunks]), activation=1 / chunks)
+        part = 1 / schedule.placement.chunks / schedule.slices
+        costs = Costs.uniform(schedule.placement.stages, part, part, part, activation=part)
         timeline = simulate(schedule, costs)
-        assert timeline.makespan - 3 * microbatches == pytest.approx(bubble[name]), name
+        longest = timeline.makespan - 3 * microbatches
+        if name in ("v-half", "v-min"):
+            assert longest <= bubble, name
+        else:
+            assert longest == pytest.approx(bubble), name
         assert timeline.peak_memory is not None
-        assert max(timeline.peak_memory) == pytest.approx(held[name]), name
+        assert max(timeline.peak_memory) == pytest.approx(held), name
+        if name in ("zb-h2", "zb-2p", "zb-v"):
+            assert timeline.longest_span == pytest.approx(3 * microbatches), name

@@ -24,7 +24,11 @@ from zerobubble.training.arguments import parse
 VALID = families.build("zb-v", 2, 4)
 
 
-@given(st.sampled_from(families.names()), st.integers(1, 5), st.integers(1, 6))
+@given(
+    st.sampled_from([n for n in families.names() if n != "seq1f1b"]),
+    st.integers(1, 5),
+    st.integers(1, 6),
+)
 @settings(max_examples=60, deadline=None)
 def test_csv_comes_back(name: str, ranks: int, microbatches: int) -> None:
     schedule = families.build(name, ranks, microbatches)

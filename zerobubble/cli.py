@@ -133,6 +133,13 @@ def show(
     ranks: Annotated[int, typer.Option(min=1, help="ranks, of a family")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="microbatches, of a family")] = 8,
     chunks: Annotated[int | None, typer.Option(min=1, help="stages per rank, of a family")] = None,
+    slices: Annotated[
+        int | None, typer.Option(min=1, help="slices per sequence, of seq1f1b")
+    ] = None,
+    interleave_group_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="microbatches in a row per stage, of interleaved (default: p)"),
+    ] = None,
     times: Annotated[
         str, typer.Option(help="F,B,W of a rank's stages together, in any unit")
     ] = "1,1,1",
@@ -148,7 +155,9 @@ def show(
     if schedule is None:
         print(describe_families())
         return
-    found = load_or_build(schedule, ranks, microbatches, chunks)
+    found = load_or_build(
+        schedule, ranks, microbatches, chunks, slices=slices, group=interleave_group_size
+    )
     timeline = simulated(found, times, link)
     print(render(found, timeline, format), end="")
     if picture is not None:

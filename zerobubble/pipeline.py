@@ -54,6 +54,11 @@ class Pipeline:
         transport: TransportName = "auto",
         timeout: timedelta = timedelta(minutes=5),
     ) -> None:
+        if schedule.slices > 1:
+            raise UserError(
+                f"schedule {schedule.name!r} cuts sequences into {schedule.slices} slices, which "
+                "cannot run yet; choose one of 1 slice"
+            )
         self.proof = verify(schedule, costs)
         self.schedule = schedule
         world = dist.get_world_size() if dist.is_initialized() else 1

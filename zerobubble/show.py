@@ -23,11 +23,19 @@ def describe_families() -> str:
     )
 
 
-def load_or_build(schedule: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+def load_or_build(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    *,
+    slices: int | None = None,
+    group: int | None = None,
+) -> Schedule:
     """The schedule of a file, verified, or of a family."""
     if schedule.endswith(ENDINGS):
         return load_schedule(schedule)
-    return families.build(schedule, ranks, microbatches, chunks=chunks)
+    return families.build(schedule, ranks, microbatches, chunks=chunks, slices=slices, group=group)
 
 
 def simulated(schedule: Schedule, times: str, link: float) -> Timeline:
@@ -36,9 +44,9 @@ def simulated(schedule: Schedule, times: str, link: float) -> Timeline:
         forward, backward_input, backward_weight = (float(word) for word in times.split(","))
     except ValueError:
         raise UserError(f"--times {times} is not F,B,W, such as 1,1,1") from None
-    chunks = schedule.placement.chunks
-    row = forward / chunks, backward_input / chunks, backward_weight / chunks
-    costs = Costs.uniform(schedule.placement.stages, *row, link_latency=link, activation=1 / chunks)
+    parts = schedule.placement.chunks * schedule.slices
+    row = forward / parts, backward_input / parts, backward_weight / parts
+    costs = Costs.uniform(schedule.placement.stages, *row, link_latency=link, activation=1 / parts)
     return simulate(schedule, costs, unit="")
 
 

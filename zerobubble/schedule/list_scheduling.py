@@ -30,6 +30,8 @@ class Rule:
     """W goes before F as soon as so many are pending; None: never for that reason."""
     overhang: float = 0.0
     """The share of a W that may stick out of the gap it is put into."""
+    undelayed: int = 0
+    """So many B, a rank's last ones, are not delayed by a W that sticks out."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class _Ranks:
         self.inputs[0].extend([0.0] * microbatches)
         self.done = {kind: [0] * stages for kind in (Kind.F, Kind.B)}
         self.weights: list[deque[Op]] = [deque() for _ in range(ranks)]
+        self.backwards_left = [placement.chunks * microbatches] * ranks
         self.live = [0.0] * ranks
         self.chosen = [0] * ranks
         self.orders: list[list[Op]] = [[] for _ in range(ranks)]
@@ -167,11 +170,8 @@ class _Ranks:
             many = self.rule.pending_weights
             return best[0] is Kind.F and many is not None and len(pending) >= many
         time = self.costs.backward_weight[pending[0].stage]
-        return (
-            soon is None
-            or short_of_memory
-            or now + time * (1 - self.rule.overhang) <= soon + _TOLERANCE
-        )
+        overhang = self.rule.overhang if self.backwards_left[rank] > self.rule.undelayed else 0.0
+        return soon is None or short_of_memory or now + time * (1 - overhang) <= soon + _TOLERANCE
 
     def _start(self, rank: int, now: float, op: Op) -> None:
         stage = op.stage
@@ -197,6 +197,7 @@ class _Ranks:
         else:
             self.live[rank] -= released
             self.gradients[stage].popleft()
+            self.backwards_left[rank] -= 1
             self.weights[rank].append(Op(Kind.W, stage, op.microbatch))
             if stage > 0:
                 self._deliver(self.gradients[stage - 1], end + self.latency[stage - 1], stage - 1)

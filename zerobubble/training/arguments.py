@@ -328,8 +328,23 @@ def _pipeline(flags: argparse.Namespace, microbatches: int) -> PipelineArguments
                 "other stages"
             )
         chunks = places // (ranks * per_stage)
+    if custom is None:
+        group = flags.interleave_group_size
+        schedule = families.build(name, ranks, microbatches, chunks=chunks, group=group)
+    elif flags.interleave_group_size is not None:
+        raise UserError(
+            f"--schedule {flags.schedule} is a whole schedule already, --interleave-group-size "
+            f"{flags.interleave_group_size} cannot change it; leave one out"
+        )
+    else:
+        schedule = custom
+    if schedule.slices > 1:
+        raise UserError(
+            f"--schedule {flags.schedule} has {schedule.slices} slices, which cannot run yet; "
+            "choose one of 1 slice"
+        )
     return PipelineArguments(
-        schedule=custom or families.build(name, ranks, microbatches, chunks=chunks),
+        schedule=schedule,
         allow_padding=flags.allow_padding_num_layers,
         print_schedule=flags.print_schedule,
         backend=flags.distributed_backend,
@@ -349,8 +364,6 @@ def _custom_schedule(path: str, ranks: int, microbatches: int) -> Schedule:
             f"--schedule {path} is for {schedule.microbatches} microbatches, the batch sizes give "
             f"{microbatches}; make --global-batch-size {schedule.microbatches} microbatches"
         )
-    if schedule.slices > 1:
-        raise UserError(f"--schedule {path} has {schedule.slices} slices, which cannot run yet")
     if schedule.forward_only:
         raise UserError(f"--schedule {path} has no backward; nothing would be trained")
     return schedule

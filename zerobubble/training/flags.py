@@ -218,6 +218,12 @@ def _pipeline(parser: argparse.ArgumentParser) -> None:
         help="interleaved, with this many layers per stage",
     )
     add(
+        "--interleave-group-size",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=natural,
+        help="of interleaved: microbatches that a stage runs in a row; the ranks, or more",
+    )
+    add(
         "--allow-padding-num-layers",
         action="store_true",
         help="layers need not divide over the stages; exactly --num-layers are built",

@@ -4,6 +4,7 @@ A family is a module with
 
     NAME = "1f1b"                   how users ask for it
     ALIASES = ("one-f-one-b",)      optional
+    OPTIONS = ("slices",)           optional: what else `orders` takes, as keyword arguments
     def placement(ranks, chunks) -> Placement
     def orders(placement, microbatches, costs) -> list[list[Op]]
 
@@ -35,7 +36,8 @@ class Family:
     name: str
     aliases: tuple[str, ...]
     placement: Callable[[int, int | None], Placement]
-    orders: Callable[[Placement, int, Costs | None], Sequence[Sequence[Op]]]
+    orders: Callable[..., Sequence[Sequence[Op]]]
+    options: tuple[str, ...]
     description: str
     """The module's docstring: source, memory, bubble, when to use."""
 
@@ -70,11 +72,15 @@ def build(
     *,
     chunks: int | None = None,
     costs: Costs | None = None,
+    slices: int | None = None,
+    group: int | None = None,
 ) -> Schedule:
     """The schedule of family `name` for `ranks` >= 1 and `microbatches` >= 1.
 
     `chunks`: stages per rank, where the family leaves a choice. `costs`: planned for, by the
-    families that plan. Raises UserError for an impossible combination.
+    families that plan. `slices` per sequence and `group` (microbatches that a chunk runs before
+    the next one does): for the families that have that option, which choose where it is None.
+    Raises UserError for an impossible combination.
     """
     family = get(name)
     if microbatches < 1:
@@ -92,8 +98,22 @@ def build(
             f"schedule {family.name!r} on {ranks} ranks has {placement.stages} stages, the costs "
             f"have {costs.stages}; give one row of costs per stage"
         )
-    orders = family.orders(placement, microbatches, costs)
-    return Schedule(family.name, placement, microbatches, tuple(tuple(row) for row in orders))
+    options = {
+        option: value
+        for option, value in (("slices", slices), ("group", group))
+        if value is not None
+    }
+    for option, value in options.items():
+        if option not in family.options:
+            having = [other.name for other in _families().values() if option in other.options]
+            raise UserError(
+                f"schedule {family.name!r} has no {option}, {value} were asked for; leave it out "
+                f"or choose {' or '.join(sorted(having))}"
+            )
+    rows = family.orders(placement, microbatches, costs, **options)
+    orders = tuple(tuple(row) for row in rows)
+    parts = 1 + max(op.slice for row in orders for op in row)
+    return Schedule(family.name, placement, microbatches, orders, parts)
 
 
 @cache
@@ -107,6 +127,7 @@ def _families() -> dict[str, Family]:
                 aliases=getattr(module, "ALIASES", ()),
                 placement=module.placement,
                 orders=module.orders,
+                options=getattr(module, "OPTIONS", ()),
                 description=module.__doc__ or "",
             )
     return found
