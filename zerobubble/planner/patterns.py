@@ -139,7 +139,11 @@ def draw(instance: Instance, pattern: Pattern) -> None:
                 chunks[c, column] = np.random.exponential(2.0)
         if np.random.random() < 0.7:
             chunks[c, DELAY_W] = np.random.exponential(3.0)
-        if np.random.random() < 0.3:
+        u = np.random.random()
+        # Without a barrier, deeper ranks may end later: they keep their W for the end.
+        if u < (0.7 if instance.span else 0.15):
+            chunks[c, SLOPE_W] = np.random.exponential(5.0)
+        elif u < (0.8 if instance.span else 0.4):
             chunks[c, SLOPE_W] = np.random.normal(0.0, 0.5)
         chunks[c, CAP_FIRST] = chunks[c, CAP_LAST] = FREE
         if np.random.random() < 0.4:

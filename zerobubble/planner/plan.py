@@ -76,6 +76,12 @@ def plan(
     return planner.finish(started, only)
 
 
+def _hope(arena: _Arena) -> float:
+    """What an arena's objective may come to: most of the way to the bound is usually gone."""
+    bound = arena.best.lower_bound
+    return bound + 0.3 * (arena.best.objective - bound)
+
+
 @dataclass
 class _Arena:
     """One placement and layout, and the best found there."""
@@ -190,7 +196,8 @@ class _Planner:
             [(0.15, len(self.arenas)), (0.25, 2), (1.0, 1)] if len(self.arenas) > 1 else [(1.0, 1)]
         )
         for number, (share, most) in enumerate(rounds):
-            racing = [arena for arena in self._by_value() if self._promising(arena)][:most]
+            racing = [arena for arena in self.arenas if self._promising(arena)]
+            racing = sorted(racing, key=_hope)[:most]
             left = deadline - time.perf_counter()
             for arena in racing:
                 if self._promising(arena):
