@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zerobubble.planner.instance import Instance
+from zerobubble.planner.one_machine import one_machine_bound
 
 _MOST_COMBINATIONS = 200_000
 
@@ -23,12 +24,14 @@ def lower_bound(instance: Instance) -> float:
 
     The greatest over the ranks of: its work between the idle times at both ends (see the module);
     all its F, then the way of the last microbatch back; the memory-time that its activations take
-    at least, over its limit.
+    at least, over its limit; and `one_machine.one_machine_bound`.
     """
     ways = _Ways(instance)
+    machine = one_machine_bound(instance, np.array(ways.gradient), np.array(ways.only_weight))
     return max(
-        max(_both_ends(instance, ways, rank), _energy(instance, ways, rank))
-        for rank in range(instance.ranks)
+        float(machine),
+        *(_both_ends(instance, ways, rank) for rank in range(instance.ranks)),
+        *(_energy(instance, ways, rank) for rank in range(instance.ranks)),
     )
 
 

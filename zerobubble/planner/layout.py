@@ -25,17 +25,17 @@ def promising_layouts(
 
     Starts from layers divided evenly by time, moves single layers between stages while that makes
     the busiest rank less busy (or memory less short), and takes the lower bounds of the best. Only
-    one that does not fit where none does; empty where there are more stages than layers.
+    one that does not fit where none does. A stage is left without layers only where there are
+    fewer layers than stages.
     """
-    if len(problem.blocks) < placement.stages:
-        return []
     scale = _Scale(problem, placement)
+    least = 1 if len(problem.blocks) >= placement.stages else 0
     start = _even(problem, placement.stages)
     weights = {start: scale.weigh(start)}
     frontier = [(weights[start], start)]
     while frontier and len(weights) < _TRIES:
         _, layout = heapq.heappop(frontier)
-        for moved in _moves(layout):
+        for moved in _moves(layout, least):
             if moved not in weights:
                 weights[moved] = scale.weigh(moved)
                 heapq.heappush(frontier, (weights[moved], moved))
@@ -95,9 +95,9 @@ def _even(problem: Problem, stages: int) -> Layout:
     taken = 0
     for stage in range(stages):
         goal = reached[-1] * (stage + 1) / stages
-        last = len(reached) - (stages - stage - 1)
-        end = taken + 1
-        while end < last and abs(reached[end] - goal) <= abs(reached[end - 1] - goal):
+        last = max(taken, len(reached) - (stages - stage - 1))
+        end = min(taken + 1, last)
+        while 0 < end < last and abs(reached[end] - goal) <= abs(reached[end - 1] - goal):
             end += 1
         if stage == stages - 1:
             end = len(reached)
@@ -106,10 +106,10 @@ def _even(problem: Problem, stages: int) -> Layout:
     return tuple(layout)
 
 
-def _moves(layout: Layout) -> Iterator[Layout]:
+def _moves(layout: Layout, least: int) -> Iterator[Layout]:
     """One layer from a stage to another, those between shifted along."""
     for source, target in itertools.permutations(range(len(layout)), 2):
-        if layout[source] > 1:
+        if layout[source] > least:
             moved = list(layout)
             moved[source] -= 1
             moved[target] += 1

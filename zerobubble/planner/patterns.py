@@ -33,12 +33,22 @@ HOP_F, TURN_F, HOP_B, TURN_B, DELAY_W, SLOPE_W, CAP_FIRST, CAP_LAST = range(8)
 """Columns per chunk. Rests at hops within the chunk, and at the turn into it (F) or out of it (B);
 W's delay after its B on rank 0, and how that grows per rank; caps as in `kernels.CAPS`."""
 
-MIDDLE, PERIOD, BE_PATIENT, BE_PATIENT_W, BE_DISORDERLY, SPLIT_FIRST, SPLIT_LAST, SPLIT_SLOPE = (
-    range(8)
-)
+(
+    MIDDLE,
+    PERIOD,
+    LONGER_F,
+    LONGER_W,
+    BE_PATIENT,
+    BE_PATIENT_W,
+    BE_DISORDERLY,
+    SPLIT_FIRST,
+    SPLIT_LAST,
+    SPLIT_SLOPE,
+) = range(10)
 """Places of what all chunks share. The rest before the first B; the period, in periods of the
-busiest rank; the rule's first three numbers; which backwards are split where splitting costs: the
-first so many microbatches, and the last so many, more by SPLIT_SLOPE per rank."""
+busiest rank, and what F and W take longer: fewer microbatches are then in flight, and more W left
+over, as time goes by; the rule's first three numbers; which backwards are split where splitting
+costs: the first so many microbatches, and the last so many, more by SPLIT_SLOPE per rank."""
 
 FREE = 1e6
 """A cap or a disorder that never binds."""
@@ -50,12 +60,12 @@ class Pattern(NamedTuple):
     chunks: Floats
     """(C, 8)"""
     shared: Floats
-    """(8,)"""
+    """(10,)"""
 
 
 def make_pattern(instance: Instance) -> Pattern:
     """No rests at all: every op as early as possible, every W as a filler of gaps."""
-    pattern = Pattern(np.zeros((instance.chunks, 8)), np.zeros(8))
+    pattern = Pattern(np.zeros((instance.chunks, 8)), np.zeros(10))
     pattern.chunks[:, CAP_FIRST:] = FREE
     pattern.shared[PERIOD] = 1.0
     pattern.shared[BE_DISORDERLY] = FREE
@@ -88,8 +98,13 @@ def keys_of(instance: Instance, pattern: Pattern, keys: Floats, rule: Floats, wh
         if s:
             at += latency[s - 1]
         at += unit * (chunks[c, HOP_B] if s % p else chunks[c, TURN_B])
-    period = shared[PERIOD] * instance.period
     for k in range(3):
+        period = shared[PERIOD]
+        if k == F:
+            period += shared[LONGER_F]
+        elif k == W:
+            period += shared[LONGER_W]
+        period *= instance.period
         for s in range(stages):
             for j in range(m):
                 keys[k, s, j] = offset[k, s] + period * j
@@ -155,6 +170,10 @@ def draw(instance: Instance, pattern: Pattern) -> None:
     shared[PERIOD] = 1.0
     if np.random.random() < 0.3:
         shared[PERIOD] = 1.0 + 0.1 * np.random.random()
+    if np.random.random() < 0.4:
+        shared[LONGER_F] = np.random.normal(0.0, 0.1)
+    if np.random.random() < 0.4:
+        shared[LONGER_W] = np.random.exponential(0.2)
     shared[BE_PATIENT] = (0.0, 0.3, 0.6, 1.0)[np.random.randint(4)]
     shared[BE_PATIENT_W] = (0.0, 0.5, 1.0, 1.0)[np.random.randint(4)]
     shared[BE_DISORDERLY] = (0.3, 1.0, 3.0, FREE, FREE)[np.random.randint(5)]
@@ -178,7 +197,7 @@ def _draw_split(instance: Instance, shared: Floats) -> None:
 def mutate(instance: Instance, pattern: Pattern, scale: float) -> None:
     """Change one to three of the pattern's numbers."""
     chunks, shared = pattern
-    places = 8 * instance.chunks + 8
+    places = 8 * instance.chunks + 10
     for _ in range(1 + np.random.randint(3)):
         i = np.random.randint(places)
         if i < 8 * instance.chunks:
@@ -203,6 +222,11 @@ def mutate(instance: Instance, pattern: Pattern, scale: float) -> None:
             shared[place] += np.random.normal() * scale * np.exp(-2 * np.random.random())
         elif place == PERIOD:
             shared[place] = max(0.5, shared[place] + np.random.normal() * 0.03 * scale)
+        elif place in (LONGER_F, LONGER_W):
+            if np.random.random() < 0.2:
+                shared[place] = 0.0
+            else:
+                shared[place] += np.random.normal() * 0.1 * scale * np.exp(-2 * np.random.random())
         elif place == BE_DISORDERLY:
             shared[place] = (0.1, 0.3, 1.0, 3.0, FREE)[np.random.randint(5)]
         elif place >= SPLIT_FIRST:

@@ -144,11 +144,7 @@ class _Planner:
                 best = Best(instance, lower_bound(instance))
                 self.arenas.append(_Arena(placement, layout, costs, instance, best))
         if not self.arenas:
-            if missing is None:
-                raise UserError(
-                    f"{len(problem.blocks)} layers do not give each of the "
-                    f"{problem.ranks * problem.chunks} stages one; use fewer chunks or ranks"
-                )
+            assert missing is not None
             short, rank, name, least, fixed = missing
             raise InfeasibleError(
                 f"infeasible: memory_limit of rank {rank} is {problem.memory_limit[rank]:g}, one "

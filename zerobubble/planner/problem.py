@@ -150,7 +150,9 @@ class Problem:
         )
 
     def _joint(self, stages: int) -> frozenset[int]:
-        if self.placement != "any" or self.divisible or stages == 2 * self.ranks:
+        if self.divisible:
+            return frozenset(s for s in self.joint_stages if s < stages)
+        if self.placement != "any" or stages == 2 * self.ranks:
             return self.joint_stages
         # Rows are half-stages: a stage joined from two cannot be split if either cannot.
         return frozenset(s // 2 for s in self.joint_stages) | frozenset(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from zerobubble.errors import UserError
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.list_scheduling import Listed, Preference, Rule, list_schedule
 from zerobubble.schedule.ops import Kind, Op
@@ -38,7 +39,10 @@ def memory_of(placement: Placement, costs: Costs, microbatches: int) -> list[flo
 def shortest(
     candidates: Iterable[Listed], placement: Placement, microbatches: int, costs: Costs
 ) -> tuple[tuple[Op, ...], ...]:
-    """The orders of the shortest longest span, then makespan; reaching both bounds ends it."""
+    """The orders of the shortest longest span, then makespan; reaching both bounds ends it.
+
+    Raises UserError where there is no candidate.
+    """
     span, makespan = _lower_bounds(placement, microbatches, costs)
     best: Listed | None = None
     for found in candidates:
@@ -49,7 +53,12 @@ def shortest(
             best = found
         if max(best.longest_span - span, best.makespan - makespan) <= _TOLERANCE * makespan:
             break
-    assert best is not None
+    if best is None:
+        raise UserError(
+            f"no order of this schedule for {placement.ranks} ranks and {microbatches} "
+            "microbatches keeps within its memory: the stages' activations are too unequal; "
+            "use `zerobubble plan`"
+        )
     return best.orders
 
 
