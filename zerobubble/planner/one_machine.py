@@ -62,32 +62,64 @@ def _window(instance: Instance) -> Ints:
 
 
 @compiled
+def _sums(instance: Instance, row: Floats, first: int) -> tuple[Floats, Floats]:
+    """Per stage, the sum of `row` over its rank's stages before it, and over those after it.
+
+    Only stages from `first` on count.
+    """
+    stages = len(instance.rank_of)
+    before, after = np.zeros(stages), np.zeros(stages)
+    for s in range(first, stages):
+        for t in range(first, stages):
+            if instance.rank_of[s] == instance.rank_of[t]:
+                if t < s:
+                    before[s] += row[t]
+                elif t > s:
+                    after[s] += row[t]
+    return before, after
+
+
+@compiled
 def _heads(
     instance: Instance, gradient: Floats, weight: Floats, window: Ints, first: int, heads: Floats
 ) -> None:
-    """Write the earliest starts (3, S, m), those of stage `first` from 0 on."""
+    """Write the earliest starts (3, S, m), those of stage `first` from 0 on.
+
+    An op comes after its inputs and, on its own rank, after everything that must precede it.
+    """
     stages, m = len(instance.rank_of), instance.microbatches
     times, latency = instance.times, instance.latency
+    forward = times[F]
+    f_before, f_after = _sums(instance, forward, first)
+    _, g_after = _sums(instance, gradient, first)
+    begin = np.full(instance.ranks, np.inf)  # of the rank's first op
     for j in range(m):
         for s in range(first, stages):
             at = 0.0
             if s > first:
-                at = heads[F, s - 1, j] + times[F, s - 1] + latency[s - 1]
+                at = heads[F, s - 1, j] + forward[s - 1] + latency[s - 1]
+            begin[instance.rank_of[s]] = min(begin[instance.rank_of[s]], at)
             if j > 0:
-                at = max(at, heads[F, s, j - 1] + times[F, s])
+                at = max(at, heads[F, s, j - 1] + forward[s])
             k = j - window[s]
+            work = (j + 1) * f_before[s] + j * forward[s]
             if k >= 0:
+                work += (k + 1) * (gradient[s] + g_after[s])
                 if instance.released[s] > 0:
                     at = max(at, heads[B, s, k] + gradient[s])
                 else:
                     at = max(at, heads[W, s, k] + weight[s])
-            heads[F, s, j] = at
+                    work += (k + 1) * weight[s]
+            heads[F, s, j] = max(at, begin[instance.rank_of[s]] + work)
         for s in range(stages - 1, first - 1, -1):
-            at = heads[F, s, j] + times[F, s]
+            at = heads[F, s, j] + forward[s]
             if s + 1 < stages:
                 at = max(at, heads[B, s + 1, j] + gradient[s + 1] + latency[s])
             if j > 0:
                 at = max(at, heads[B, s, j - 1] + gradient[s])
+            work = (j + 1) * (f_before[s] + forward[s] + f_after[s] + g_after[s])
+            work += j * gradient[s]
+            at = max(at, begin[instance.rank_of[s]] + work)
             heads[B, s, j] = at
             at += gradient[s]
             if j > 0:
@@ -107,34 +139,49 @@ def _tails(
 ) -> None:
     """Write the least times (3, S, m) from an op's end to the end of all, or of one rank.
 
-    Of a rank, whose first stage is `first`: a W of another rank is then followed by nothing.
+    Of a rank, whose first stage is `first`: a W of another rank is then followed by nothing. On an
+    op's own rank everything that must follow it does.
     """
     stages, m = len(instance.rank_of), instance.microbatches
     times, latency = instance.times, instance.latency
+    forward = times[F]
+    counted = weight.copy()  # the W that must end
+    for s in range(stages):
+        if rank >= 0 and instance.rank_of[s] != rank:
+            counted[s] = 0.0
+    _, f_after = _sums(instance, forward, first)
+    g_before, g_after = _sums(instance, gradient, first)
+    w_before, w_after = _sums(instance, counted, first)
     for j in range(m - 1, -1, -1):
+        left = m - j  # microbatches from j on
         for s in range(first, stages):
             after = 0.0 if rank < 0 or instance.rank_of[s] == rank else -np.inf
             if j + 1 < m:
                 after = max(after, weight[s] + tails[W, s, j + 1])
             k = j + window[s]
             if k < m and instance.released[s] <= 0:
-                after = max(after, times[F, s] + tails[F, s, k])
+                after = max(after, forward[s] + tails[F, s, k])
             tails[W, s, j] = after
             after += weight[s]
             if s > first:
                 after = max(after, latency[s - 1] + gradient[s - 1] + tails[B, s - 1, j])
             if j + 1 < m:
                 after = max(after, gradient[s] + tails[B, s, j + 1])
-            if k < m and instance.released[s] > 0:
-                after = max(after, times[F, s] + tails[F, s, k])
-            tails[B, s, j] = after
+            work = left * (counted[s] + g_before[s] + w_before[s]) + (left - 1) * gradient[s]
+            if k < m:
+                work += (m - k) * (forward[s] + f_after[s])
+                if instance.released[s] > 0:
+                    after = max(after, forward[s] + tails[F, s, k])
+            tails[B, s, j] = max(after, work)
         for s in range(stages - 1, first - 1, -1):
             after = gradient[s] + tails[B, s, j]
             if s + 1 < stages:
-                after = max(after, latency[s] + times[F, s + 1] + tails[F, s + 1, j])
+                after = max(after, latency[s] + forward[s + 1] + tails[F, s + 1, j])
             if j + 1 < m:
-                after = max(after, times[F, s] + tails[F, s, j + 1])
-            tails[F, s, j] = after
+                after = max(after, forward[s] + tails[F, s, j + 1])
+            both = g_before[s] + gradient[s] + g_after[s] + w_before[s] + counted[s] + w_after[s]
+            work = left * (f_after[s] + both) + (left - 1) * forward[s]
+            tails[F, s, j] = max(after, work)
 
 
 @compiled

@@ -220,7 +220,7 @@ def _trace(instance: Instance, tables: Tables, orders: Ints, lengths: Ints, room
             r = q
     i = lengths[r] - 1
     count = 0
-    while i >= 0:
+    while i >= 0 and count < len(pairs):
         op = orders[r, i]
         start = starts[r, i]
         before = tables.before[op]
@@ -330,6 +330,8 @@ def reorder(
     for r in range(instance.ranks):
         _survey(tables, orders, lengths, room, r)
     current = _simulate(instance, tables, orders, lengths, room, -1.0, np.inf)
+    if current == np.inf:
+        return least  # not a schedule: nothing to trace
     count = _trace(instance, tables, orders, lengths, room)
     if current < least:
         least = current

@@ -146,9 +146,9 @@ class _Island:
         pattern = self._climb(patterns, until - 0.5 * total)
         state = self.offer_pattern(pattern)
         if splitting_costs(self.instance):
-            self._anneal(state, until - 0.3 * total)
-        else:
-            self.offer(state)
+            state = self._anneal(state, until - 0.3 * total)
+        if self.offer(state).makespan == math.inf:
+            return  # so few tries that each of them got stuck
         # What the workspace holds is this island's own; the best of all comes later.
         self._reorder(self.workspace.orders.copy(), self.workspace.lengths.copy(), until)
 
@@ -176,8 +176,8 @@ class _Island:
             self.offer_pattern(patterns[0][1])
         return patterns[0][1]
 
-    def _anneal(self, start: State, until: float) -> None:
-        """Move priorities and choices of splitting; leaves the best in the workspace."""
+    def _anneal(self, start: State, until: float) -> State:
+        """Move priorities and choices of splitting; the best state."""
         state, best, trial = _copy(start), _copy(start), _copy(start)
         current = least = worth(self.instance, self.listed(start))
         began = time.perf_counter()
@@ -194,7 +194,7 @@ class _Island:
                 trial,
                 self.workspace,
             )
-        self.offer(best)
+        return best
 
     def _reorder_best(self, until: float) -> None:
         with self.best.lock:
@@ -248,10 +248,11 @@ class _Island:
         self.offer(state)
         return state
 
-    def offer(self, state: State) -> None:
+    def offer(self, state: State) -> Value:
         """Offer what a state leads to; it is in the workspace then."""
         value = self.listed(state)
         self.best.offer(self.workspace.orders, self.workspace.lengths, value)
+        return value
 
     def listed(self, state: State) -> Value:
         """List the ops as a state has it."""
