@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zerobubble.errors import UserError
-from zerobubble.planner.instance import Instance, Ints, to_numbers
+from zerobubble.planner.instance import TOLERANCE, Instance, Ints, to_numbers
 from zerobubble.planner.kernels import Value, make_workspace, peak_memory, simulate_orders
 from zerobubble.planner.refine import State
 from zerobubble.planner.search import state_of_starts
@@ -35,17 +34,30 @@ class Candidate:
     """Its own starts as priorities."""
 
 
+def names(instance: Instance) -> list[str]:
+    """The families, those last that search themselves: first what is most likely to fit."""
+    searching = ["zb-v", "zb-1p", "zb-2p", "v-half", "v-min"]
+    held = instance.activation[instance.stages_of].sum(axis=1) * instance.ranks
+    if (instance.limit < held * (1 - TOLERANCE)).any():
+        searching = ["v-half", "v-min", "zb-v", "zb-1p", "zb-2p"]
+    return [name for name in families.names() if name not in searching] + searching
+
+
 def candidates(
-    placement: Placement, costs: Costs, instance: Instance, *, seconds: float, only: str | None
+    placement: Placement,
+    costs: Costs,
+    instance: Instance,
+    *,
+    go_on: Callable[[], bool],
+    only: str | None,
 ) -> Iterator[Candidate]:
-    """The families that live on `placement`, or `only` one, until `seconds` are over.
+    """The families that live on `placement`, or `only` one, as long as `go_on` says so.
 
     A family that plans for costs gets them; one that refuses this problem is left out, unless it
     is the `only` one: then its UserError is raised.
     """
-    deadline = time.perf_counter() + seconds
-    for name in [only] if only else sorted(families.names(), key=_dear):
-        if time.perf_counter() > deadline:
+    for name in [only] if only else names(instance):
+        if not go_on():
             return
         family = families.get(name)
         try:
@@ -93,11 +105,6 @@ def price(
         fits=bool((held <= instance.limit).all()),
         state=state_of_starts(workspace.starts, workspace.whole, instance.chunks),
     )
-
-
-def _dear(name: str) -> tuple[bool, str]:
-    """Families that search come last."""
-    return name in ("zb-1p", "zb-2p", "zb-v", "v-half", "v-min"), name
 
 
 def _joined(rows: Rows, costs: Costs) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -156,12 +157,20 @@ class _Planner:
 
     def price_families(self, deadline: float, only: str | None) -> None:
         """The published families as alternatives; those that fit are also where search begins."""
-        share = (deadline - time.perf_counter()) / 4 / len(self.arenas)
-        for arena in self.arenas:
+        began = time.perf_counter()
+        share = 0.4 * (deadline - began)
+        for number, arena in enumerate(self.arenas, start=1):
+            until = began + share * number / len(self.arenas)
+
+            def go_on(arena: _Arena = arena, until: float = until) -> bool:
+                # Once the optimum is found, the rest is for the table alone.
+                patience = 0.3 if arena.best.proved.is_set() else math.inf
+                return time.perf_counter() < min(until, began + patience)
+
             self.say(f"pricing published schedules on placement {arena.placement.name}")
             seeds = []
             for found in candidates(
-                arena.placement, arena.costs, arena.instance, seconds=max(share, 0.05), only=only
+                arena.placement, arena.costs, arena.instance, go_on=go_on, only=only
             ):
                 self.alternatives.append(
                     (
