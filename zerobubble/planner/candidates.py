@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zerobubble.errors import UserError
@@ -14,6 +14,8 @@ from zerobubble.schedule import families
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.ops import Kind, Op
 from zerobubble.schedule.placement import Placement
+
+_SEARCHING = frozenset({"v-half", "v-min", "zb-v", "zb-1p", "zb-2p"})
 
 Rows = tuple[tuple[Op, ...], ...]
 
@@ -34,31 +36,33 @@ class Candidate:
     """Its own starts as priorities."""
 
 
-def names(instance: Instance) -> list[str]:
-    """The families, those last that search themselves: first what is most likely to fit."""
-    searching = ["zb-v", "zb-1p", "zb-2p", "v-half", "v-min"]
+def searching_families(instance: Instance) -> list[str]:
+    """Those families that take long to build, as they search themselves; likely to fit first."""
     held = instance.activation[instance.stages_of].sum(axis=1) * instance.ranks
     if (instance.limit < held * (1 - TOLERANCE)).any():
-        searching = ["v-half", "v-min", "zb-v", "zb-1p", "zb-2p"]
-    return [name for name in families.names() if name not in searching] + searching
+        return ["v-half", "v-min", "zb-v", "zb-1p", "zb-2p"]
+    return ["zb-v", "zb-1p", "zb-2p", "v-half", "v-min"]
+
+
+def ready_families() -> list[str]:
+    """The other families, which are built at once."""
+    return [name for name in families.names() if name not in _SEARCHING]
 
 
 def candidates(
     placement: Placement,
     costs: Costs,
     instance: Instance,
+    names: Sequence[str],
     *,
-    go_on: Callable[[], bool],
-    only: str | None,
+    strict: bool = False,
 ) -> Iterator[Candidate]:
-    """The families that live on `placement`, or `only` one, as long as `go_on` says so.
+    """Those of the families `names` that live on `placement`.
 
-    A family that plans for costs gets them; one that refuses this problem is left out, unless it
-    is the `only` one: then its UserError is raised.
+    A family that plans for costs gets them; one that refuses this problem is left out, or, where
+    `strict`, its UserError is raised.
     """
-    for name in [only] if only else names(instance):
-        if not go_on():
-            return
+    for name in names:
         family = families.get(name)
         try:
             if family.placement(placement.ranks, None) != placement:
@@ -69,7 +73,7 @@ def candidates(
                 tuple(row) for row in family.orders(placement, instance.microbatches, costs)
             )
         except UserError:
-            if only:
+            if strict:
                 raise
             continue
         if any(op.slice for row in rows for op in row):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerobubble.errors import UserError
 from zerobubble.planner.bounds import lower_bound
-from zerobubble.planner.candidates import Candidate, candidates
+from zerobubble.planner.candidates import Candidate, candidates, ready_families, searching_families
 from zerobubble.planner.exact import solve
 from zerobubble.planner.instance import TOLERANCE, Instance, make_instance, shortfall, to_ops
 from zerobubble.planner.kernels import make_workspace, simulate_orders
@@ -156,44 +155,42 @@ class _Planner:
             )
 
     def price_families(self, deadline: float, only: str | None) -> None:
-        """The published families as alternatives; those that fit are also where search begins."""
+        """The published families as alternatives; those that fit are also where search begins.
+
+        Families that search themselves are built as long as there is time: where the bound
+        promises most first.
+        """
         began = time.perf_counter()
-        share = 0.4 * (deadline - began)
-        for number, arena in enumerate(self.arenas, start=1):
-            until = began + share * number / len(self.arenas)
-
-            def go_on(arena: _Arena = arena, until: float = until) -> bool:
+        for arena in self.arenas:
+            self._price(arena, [only] if only else ready_families(), strict=only is not None)
+        for arena in sorted(self.arenas, key=lambda arena: arena.best.lower_bound):
+            for name in [] if only else searching_families(arena.instance):
                 # Once the optimum is found, the rest is for the table alone.
-                patience = 0.3 if arena.best.proved.is_set() else math.inf
-                return time.perf_counter() < min(until, began + patience)
+                proved = any(other.best.proved.is_set() for other in self.arenas)
+                spent = time.perf_counter() - began
+                if spent < (0.3 if proved else 0.4 * (deadline - began)):
+                    self.say(f"pricing {name} on placement {arena.placement.name}")
+                    self._price(arena, [name])
 
-            self.say(f"pricing published schedules on placement {arena.placement.name}")
-            seeds = []
-            for found in candidates(
-                arena.placement, arena.costs, arena.instance, go_on=go_on, only=only
-            ):
-                self.alternatives.append(
-                    (
-                        found,
-                        Alternative(
-                            schedule=found.schedule,
-                            placement=arena.placement.name,
-                            chunks=arena.placement.chunks,
-                            layout=arena.layout,
-                            makespan=found.value.makespan,
-                            longest_span=found.value.longest_span,
-                            peak_memory=found.peak_memory,
-                            fits=found.fits,
-                        ),
-                    )
-                )
-                seeds.append(found.state)
-                if found.fits:
-                    before = arena.best.value
-                    arena.best.offer(found.orders, found.lengths, found.value)
-                    if arena.best.value is not before:
-                        arena.name = found.schedule
-            arena.seeds = tuple(seeds)
+    def _price(self, arena: _Arena, names: Sequence[str], *, strict: bool = False) -> None:
+        for found in candidates(arena.placement, arena.costs, arena.instance, names, strict=strict):
+            alternative = Alternative(
+                schedule=found.schedule,
+                placement=arena.placement.name,
+                chunks=arena.placement.chunks,
+                layout=arena.layout,
+                makespan=found.value.makespan,
+                longest_span=found.value.longest_span,
+                peak_memory=found.peak_memory,
+                fits=found.fits,
+            )
+            self.alternatives.append((found, alternative))
+            arena.seeds = (*arena.seeds, found.state)
+            if found.fits:
+                before = arena.best.value
+                arena.best.offer(found.orders, found.lengths, found.value)
+                if arena.best.value is not before:
+                    arena.name = found.schedule
 
     def search(self, deadline: float) -> None:
         """Search every arena a little, then the better ones longer."""
