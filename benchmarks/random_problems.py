@@ -46,9 +46,7 @@ def random_problem(
         problem["chunks"] = chunks
     stages = ranks * chunks
     divisible = layers and rng.random() < 0.15
-    # The planner gives every stage a layer.
-    least = stages if placement in ("v", "looped") else max(ranks, 2)
-    rows = rng.randint(least, 3 * stages) if divisible else stages
+    rows = rng.randint(max(ranks, 2), 3 * stages) if divisible else stages
     times = _times(rng, rows)
     problem["layer_times" if divisible else "stage_times"] = times
     activation = _amounts(rng, rows, least=0.1, most=2.0)
