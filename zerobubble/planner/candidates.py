@@ -95,9 +95,10 @@ def price(
     )
 
 
-def _dear(name: str) -> tuple[bool, str]:
-    """Families that search come last."""
-    return name in ("zb-1p", "zb-2p", "zb-v", "v-half", "v-min"), name
+def _dear(name: str) -> tuple[int, str]:
+    """Families that search come last, those that search longest after the others."""
+    dear = ("zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
+    return dear.index(name) + 1 if name in dear else 0, name
 
 
 def _joined(rows: Rows, costs: Costs) -> Rows:

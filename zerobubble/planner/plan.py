@@ -156,8 +156,10 @@ class _Planner:
 
     def price_families(self, deadline: float, only: str | None) -> None:
         """The published families as alternatives; those that fit are also where search begins."""
-        share = (deadline - time.perf_counter()) / 4 / len(self.arenas)
-        for arena in self.arenas:
+        now = time.perf_counter()
+        until = now + (deadline - now) / 4
+        for number, arena in enumerate(self.arenas):
+            share = (until - time.perf_counter()) / (len(self.arenas) - number)
             self.say(f"pricing published schedules on placement {arena.placement.name}")
             seeds = []
             for found in candidates(
