@@ -96,7 +96,6 @@ def test_proved_optima_are_met(name: str) -> None:
         "comm0.2-p8-m16-linear-K8",
         "rand0-p8-m8-linear-K8",
         "firstlast1.3-p8-m8-v-K4",
-        "firstlast1.3-p8-m16-v-K8",
         "paper1.5B-p8-m24-linear-K8",
         "paper6.2B-p8-m24-v-K8",
         "rand0-p8-m16-v-K4",
@@ -104,7 +103,7 @@ def test_proved_optima_are_met(name: str) -> None:
 )
 def test_no_plan_is_above_a_published_scheduler(name: str) -> None:
     case = CASES[name]
-    found = planned(case, time_limit=0.6)
+    found = planned(case, time_limit=0.5)
     assert found.makespan <= case["public_best"]["makespan"] * (1 + 1e-6)
     if case["lower_bound"] == case["best_known_makespan"]:
         assert found.makespan == pytest.approx(case["best_known_makespan"], rel=1e-4)
@@ -112,7 +111,7 @@ def test_no_plan_is_above_a_published_scheduler(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["looped2-p4-m8-link0.1", "layers-p4-m16"])
 def test_targets_without_a_published_scheduler(name: str) -> None:
-    planned(CASES[name], time_limit=0.5)
+    planned(CASES[name], time_limit=0.3)
 
 
 # Bug reports of pipeline-parallel software (C04, C08, C10).
@@ -127,31 +126,32 @@ def test_never_slower_than_1f1b(
     times: tuple[float, float, float], link: float, one_f_one_b: float, zb_v: float, cap: float
 ) -> None:
     document = uniform(4, 64, 4 * cap, times, link, placement="any")
-    found = planned(document, time_limit=0.5 if cap < 1 else 5)
+    found = planned(document, time_limit=0.3 if cap < 1 else 5)
     assert max(found.to_json()["peak_memory"]) <= 4 * cap + 1e-9
     by_name = {other.schedule: other for other in found.alternatives}
     classic = by_name["1f1b"]
     assert classic.makespan == pytest.approx(one_f_one_b)
     assert classic.peak_memory == pytest.approx((4, 3, 2, 1))
     assert classic.fits == (cap >= 1)
-    assert {"zb-h1", "zb-1p", "zb-2p", "zb-v", "interleaved"} <= set(by_name)
     if cap >= 1:
+        assert {"zb-h1", "zb-1p", "zb-2p", "zb-v", "interleaved"} <= set(by_name)
         assert found.makespan <= zb_v * (1 + 1e-9)
     if cap == 1 and times == UNIT:
         assert found.makespan == pytest.approx(193.5)  # 3.7% under 1F1B
         assert any("3.7%" in said for said in found.warnings)
 
 
-@pytest.mark.parametrize("times", [UNIT, PAPER, CHEAP_W])
-@pytest.mark.parametrize("placement", ["linear", "any"])
+@pytest.mark.parametrize(
+    ("times", "placement"), [(UNIT, "any"), (PAPER, "any"), (CHEAP_W, "any"), (PAPER, "linear")]
+)
 def test_dearer_splitting_is_never_worse_than_joint_backwards(
     times: tuple[float, float, float], placement: str
 ) -> None:
     document = uniform(4, 64, 4, times, placement=placement) | {"split_overhead": 0.08}
     every = {"joint_stages": list(range(8 if placement == "any" else 4))}
-    joint = planned(document | every, time_limit=0.4)
+    joint = planned(document | every, time_limit=0.3)
     assert all(op.kind.name in ("F", "BW") for row in joint.schedule.orders for op in row)
-    assert planned(document, time_limit=0.4).makespan <= joint.makespan * (1 + 1e-9)
+    assert planned(document, time_limit=0.3).makespan <= joint.makespan * (1 + 1e-9)
 
 
 def test_plan_json_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +228,6 @@ REFERENCE = [
     (4, 8, UNIT, 0.0, (27, 27, 25.5, 26.5)),
     (4, 8, PAPER, 0.05, (28.8, 27.15, 26.55, 28.8)),
     (8, 16, UNIT, 0.0, (55, 55, 51.5, 56.5)),
-    (4, 64, UNIT, 0.0, (195, 195, 193.5, 194.5)),
     (4, 64, PAPER, 0.05, (196.8, 195.15, 194.55, 196.8)),
     (4, 64, CHEAP_W, 0.0, (152.3, 150.2, 149.15, 151.45)),
     (4, 2, UNIT, 0.0, (11, 11, 9.5, 11)),
@@ -418,7 +417,7 @@ def test_no_memory_is_enough_for_what_takes_none() -> None:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 @given(
     rng=st.integers(0, 10**9).map(random.Random), objective=st.sampled_from(["makespan", "span"])
@@ -447,7 +446,7 @@ assert not any(name.split(".")[0] in ("torch", "megatron") for name in sys.modul
 """
 
 
-@pytest.mark.parametrize("more", [[], ["--json"], ["--prove", "--time-limit", "1"]])
+@pytest.mark.parametrize("more", [["--json"], ["--prove", "--time-limit", "1"]])
 def test_planning_needs_no_torch(more: list[str]) -> None:
     arguments = ["--ranks", "4", "--microbatches", "8", "--memory", "1", *more]
     done = subprocess.run(
