@@ -2,7 +2,8 @@
 
     python benchmarks/random_problems.py --count 3 --seed 0
 
-Prints one problem per line. All are feasible: every limit holds one microbatch of a rank's stages.
+Prints one problem per line. All are feasible, every limit holds one microbatch of a rank's stages,
+unless some are asked not to be.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ def random_problem(
     max_microbatches: int = 24,
     placements: Sequence[str] = PLACEMENTS,
     layers: bool = True,
+    infeasible: float = 0.0,
 ) -> dict[str, Any]:
     """One problem: 1 to `max_ranks` ranks, 1 to `max_microbatches`, one of `placements`.
 
     Costs lie within two orders of magnitude, in some problems equal for all stages, in some with
     zeros; limits from one microbatch of a rank's stages to none; some have joint stages, latency
     (of one boundary or all), fixed memory, a split overhead. `layers`: some give rows per layer.
+    `infeasible`: the share of problems where some rank's limit is a little too small.
     """
     ranks = rng.randint(1, max_ranks)
     microbatches = rng.randint(1, max_microbatches)
@@ -60,6 +63,9 @@ def random_problem(
         problem["split_overhead"] = rng.choice([0.05, 0.2, 0.5])
     if rng.random() < 0.25:
         problem["joint_stages"] = sorted(rng.sample(range(stages), rng.randint(1, stages)))
+    if rng.random() < infeasible:
+        problem["memory_limit"] = _too_little(rng, problem, activation, fixed, divisible)
+    _shorten(rng, problem)
     return problem
 
 
@@ -120,11 +126,7 @@ def _limits(
         kept = [sum(sorted(fixed)[-largest:])] * ranks
     else:
         for rank in range(ranks):
-            sets = [range(rank, rows, ranks)]
-            if problem["placement"] in ("v", "any"):
-                sets = [(rank, rows - 1 - rank), *(sets if problem["placement"] == "any" else [])]
-            if problem["placement"] == "any":
-                sets.append((2 * rank, 2 * rank + 1))
+            sets = _held_together(problem["placement"], ranks, rank, rows)
             held[rank] = max(sum(activation[s] for s in stages) for stages in sets)
             kept[rank] = max(sum(fixed[s] for s in stages) for stages in sets)
     more = [rng.choice([0.0, 0.5, 1.0, rng.random(), 2.0]) * ranks for _ in range(ranks)]
@@ -135,6 +137,50 @@ def _limits(
     if rng.random() < 0.5:
         return max(limits)
     return [None if rng.random() < 0.1 else x for x in limits]
+
+
+def _held_together(placement: str, ranks: int, rank: int, rows: int) -> list[Sequence[int]]:
+    """The rows that a rank may come to hold: one set per placement."""
+    if placement == "v":
+        return [(rank, rows - 1 - rank)]
+    sets: list[Sequence[int]] = [range(rank, rows, ranks)]
+    if placement == "any":
+        sets += [(rank, rows - 1 - rank), (2 * rank, 2 * rank + 1)]
+    return sets
+
+
+def _too_little(
+    rng: random.Random,
+    problem: dict[str, Any],
+    activation: list[float],
+    fixed: list[float],
+    divisible: bool,
+) -> Any:
+    """Limits, one or all of which are a little under one microbatch on every placement."""
+    ranks, rows = problem["ranks"], len(activation)
+    rank = rng.randrange(ranks)
+    if divisible:
+        need = max(a + f for a, f in zip(activation, fixed, strict=True))
+    else:
+        sets = _held_together(problem["placement"], ranks, rank, rows)
+        need = min(sum(activation[s] + fixed[s] for s in stages) for stages in sets)
+    less = need - rng.choice([1e-6, 0.01, 0.5, need])
+    if less < 0:
+        less = need / 2
+    if divisible or rng.random() < 0.5:
+        return less
+    limits = problem["memory_limit"]
+    limits = list(limits) if isinstance(limits, list) else [limits] * ranks
+    limits[rank] = less
+    return limits
+
+
+def _shorten(rng: random.Random, problem: dict[str, Any]) -> None:
+    """Now and then write once what is equal for all."""
+    for key in ("stage_times", "activation_per_stage", "layer_activation", "fixed_memory"):
+        value = problem.get(key)
+        if value and all(x == value[0] for x in value) and rng.random() < 0.5:
+            problem[key] = value[:1] if key == "stage_times" else value[0]
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from zerobubble.errors import UserError
 from zerobubble.schedule import families
 from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.families.forward_only import forward_only
+from zerobubble.schedule.families.v_search import by_preference, memory_of
 from zerobubble.schedule.placement import linear, looped, v
 from zerobubble.schedule.verify import verify
 
@@ -366,3 +367,26 @@ def test_schedule_does_not_import_torch():
         "import zerobubble.schedule.verify; f.names(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_list_scheduling_within_a_microbatch_or_more_never_gets_stuck(
+    ranks, microbatches, most_held, random
+):
+    placement = v(ranks)
+
+    def amounts():
+        return tuple(random.choice([0.0, 0.1, 0.25, 1.0, 1.36]) for _ in range(2 * ranks))
+
+    costs = Costs(
+        **{part: amounts() for part in ("forward", "backward_input", "backward_weight")},
+        backward_joint=(2.0,) * (2 * ranks),
+        link_latency=tuple(random.choice([0.0, 2.0]) for _ in range(2 * ranks - 1)),
+        activation=amounts(),
+        released_by_backward_input=(random.choice([0.0, 0.69, 1.0]),) * (2 * ranks),
+        fixed_memory=(0.0,) * (2 * ranks),
+    )
+    limit = memory_of(placement, costs, most_held)
+    # Four preferences between F and B of the chunks, W put in by six rules.
+    assert len(list(by_preference(placement, microbatches, costs, limit))) == 24

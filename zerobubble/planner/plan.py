@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -163,14 +164,18 @@ class _Planner:
         began = time.perf_counter()
         for arena in self.arenas:
             self._price(arena, [only] if only else ready_families(), strict=only is not None)
-        for arena in sorted(self.arenas, key=lambda arena: arena.best.lower_bound):
-            for name in [] if only else searching_families(arena.instance):
-                # Once the optimum is found, the rest is for the table alone.
-                proved = any(other.best.proved.is_set() for other in self.arenas)
-                spent = time.perf_counter() - began
-                if spent < (0.3 if proved else 0.4 * (deadline - began)):
-                    self.say(f"pricing {name} on placement {arena.placement.name}")
-                    self._price(arena, [name])
+        # Turn by turn, so that no placement's families wait for all of another's.
+        queues = [
+            [(arena, name) for name in ([] if only else searching_families(arena.instance))]
+            for arena in sorted(self.arenas, key=lambda arena: arena.best.lower_bound)
+        ]
+        for arena, name in itertools.chain.from_iterable(zip(*queues, strict=True)):
+            # Once the optimum is found, the rest is for the table alone.
+            proved = any(other.best.proved.is_set() for other in self.arenas)
+            spent = time.perf_counter() - began
+            if spent < (0.4 if proved else 0.4 * (deadline - began)):
+                self.say(f"pricing {name} on placement {arena.placement.name}")
+                self._price(arena, [name])
 
     def _price(self, arena: _Arena, names: Sequence[str], *, strict: bool = False) -> None:
         for found in candidates(arena.placement, arena.costs, arena.instance, names, strict=strict):

@@ -167,11 +167,11 @@ def load_problem(path: str | Path) -> Problem:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     try:
-        return parse_problem(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        return parse_problem(json.loads(text, object_pairs_hook=_once))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
 
 
 def parse_problem(document: object) -> Problem:
@@ -348,9 +348,22 @@ class _Reader:
     def _number(self, value: object, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{name} is {value!r}; give a number")
-        if not math.isfinite(value) or value < 0:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number < 0:
             raise UserError(f"{name} is {value!r}; give a finite number of at least 0")
-        return float(value)
+        return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON file, in which no key stands twice."""
+    document = dict(pairs)
+    for key in document:
+        if sum(key == other for other, _ in pairs) > 1:
+            raise UserError(f"key {key!r} is given twice; leave one")
+    return document
 
 
 def _is_int(value: object) -> bool:

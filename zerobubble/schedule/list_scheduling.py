@@ -149,10 +149,11 @@ class _Ranks:
             return False
         if after + self.reserve[stage] <= limit:
             return True
-        held = self.costs.activation
-        freeable = sum(held[op.stage] for op in self.weights[rank]) + sum(
-            held[s] * len(self.gradients[s]) for s in self.placement.stages_of(rank)
-        )
+        held, released = self.costs.activation, self.costs.released_by_backward_input
+        # B has released its share of what a pending W still holds.
+        freeable = sum(
+            held[op.stage] * (1 - released[op.stage]) for op in self.weights[rank]
+        ) + sum(held[s] * len(self.gradients[s]) for s in self.placement.stages_of(rank))
         return after + self.reserve[stage] - freeable <= limit
 
     def _weight_first(
