@@ -6,10 +6,11 @@ and reorders what climbing reached, in cycles. All stop as soon as the lower bou
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -22,7 +23,10 @@ from zerobubble.planner.kernels import (
     BW,
     CAPS,
     DISORDER,
+    PATIENCE,
+    PATIENCE_W,
     B,
+    F,
     Value,
     W,
     list_schedule,
@@ -99,8 +103,9 @@ def search(
     deadline = time.perf_counter() + seconds
     islands = [_Island(best, seed * 1000 + i, deadline) for i in range(threads)]
     for island in islands[:1]:
-        for state in seeds:
-            island.offer(state)
+        for state in (*seeds, *preferences(best.instance)):
+            if time.perf_counter() < deadline:
+                island.offer(state)
     if best.proved.is_set():
         return
     with ThreadPoolExecutor(threads) as pool:
@@ -113,17 +118,34 @@ def search(
             future.result()
 
 
+class _Bench:
+    """What compiled searches of one instance write."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.workspace = make_workspace(instance)
+        self.keys = np.zeros((3, instance.stages, instance.microbatches))
+        self.tries = 4  # per compiled call; follows the clock
+
+
+def _few_microbatches(instance: Instance) -> Instance | None:
+    """The same problem with fewer microbatches, for which good patterns are found sooner."""
+    few = max(2 * instance.ranks, 12)
+    return instance._replace(microbatches=few) if instance.microbatches >= 1.5 * few else None
+
+
 class _Island:
     def __init__(self, best: Best, seed: int, deadline: float) -> None:
         instance = best.instance
         self.best, self.instance, self.deadline = best, instance, deadline
         self.random = np.random.default_rng(seed)
-        self.workspace = make_workspace(instance)
-        self.keys = np.zeros((3, instance.stages, instance.microbatches))
+        self.full = _Bench(instance)
+        few = _few_microbatches(instance)
+        self.few = _Bench(few) if few is not None else None
+        self.workspace, self.keys = self.full.workspace, self.full.keys
         self.rule = np.zeros(CAPS + 2 * instance.chunks)
         self.trial = make_pattern(instance)
         self.tables, self.room = make_tables(instance), make_room(instance)
-        self.tries = 4  # per compiled call; follows the clock
 
     def run(self) -> None:
         """Cycles until time is nearly up; then go on from the best of all islands."""
@@ -142,26 +164,35 @@ class _Island:
     def _cycle(self, until: float) -> None:
         """From random patterns to reordered ops."""
         total = until - time.perf_counter()
-        patterns = self._sample(until - 0.85 * total)
-        pattern = self._climb(patterns, until - 0.5 * total)
-        state = self.offer_pattern(pattern)
+        # Single ops do little for the longest span: it depends on all microbatches at once.
+        rest = 0.35 if self.instance.span else 0.5
+        patterns = self._sample(self.few or self.full, until - 0.85 * total)
+        if self.few is not None:
+            patterns = self._climb(self.few, patterns, until - (rest + 0.85) / 2 * total)
+            patterns = [(self._worth_of(pattern), pattern) for _, pattern in patterns]
+        patterns = self._climb(self.full, patterns, until - rest * total)
+        state = self.offer_pattern(patterns[0][1])
         if splitting_costs(self.instance):
-            state = self._anneal(state, until - 0.3 * total)
+            state = self._anneal(state, until - 0.6 * rest * total)
         if self.offer(state).makespan == math.inf:
             return  # so few tries that each of them got stuck
         # What the workspace holds is this island's own; the best of all comes later.
         self._reorder(self.workspace.orders.copy(), self.workspace.lengths.copy(), until)
 
-    def _sample(self, until: float) -> list[tuple[float, Pattern]]:
+    def _sample(self, bench: _Bench, until: float) -> list[tuple[float, Pattern]]:
         """Random patterns, the best first, with their worth."""
         found: list[tuple[float, Pattern]] = []
         while not found or (time.perf_counter() < until and not self._over()):
             pattern = make_pattern(self.instance)
-            least = self.timed(sample, self.keys, self.rule, self.workspace, pattern, self.trial)
+            least = self.timed(
+                bench, sample, bench.keys, self.rule, bench.workspace, pattern, self.trial
+            )
             found.append((least, pattern))
         return sorted(found, key=itemgetter(0))[:4]
 
-    def _climb(self, patterns: list[tuple[float, Pattern]], until: float) -> Pattern:
+    def _climb(
+        self, bench: _Bench, patterns: list[tuple[float, Pattern]], until: float
+    ) -> list[tuple[float, Pattern]]:
         """Improve the patterns side by side, the worse ones left behind one by one."""
         began = time.perf_counter()
         while time.perf_counter() < until and not self._over():
@@ -169,12 +200,27 @@ class _Island:
             patterns = patterns[: max(1, 4 - int(5 * gone))]
             for i, (least, pattern) in enumerate(patterns):
                 least = self.timed(
-                    climb, 1.0, least, self.keys, self.rule, self.workspace, pattern, self.trial
+                    bench,
+                    climb,
+                    1.0,
+                    least,
+                    bench.keys,
+                    self.rule,
+                    bench.workspace,
+                    pattern,
+                    self.trial,
                 )
                 patterns[i] = (least, pattern)
             patterns.sort(key=itemgetter(0))
-            self.offer_pattern(patterns[0][1])
-        return patterns[0][1]
+            if bench is self.full:
+                self.offer_pattern(patterns[0][1])
+        return patterns
+
+    def _worth_of(self, pattern: Pattern) -> float:
+        keys_of(self.instance, pattern, self.keys, self.rule, self.workspace.whole)
+        return worth(
+            self.instance, list_schedule(self.instance, self.keys, self.rule, self.workspace)
+        )
 
     def _anneal(self, start: State, until: float) -> State:
         """Move priorities and choices of splitting; the best state."""
@@ -184,6 +230,7 @@ class _Island:
         while time.perf_counter() < until and not self._over():
             gone = (time.perf_counter() - began) / (until - began)
             current, least = self.timed(
+                self.full,
                 anneal,
                 0.3,
                 0.3 * self.instance.unit * max(0.0, 1 - gone) ** 2,
@@ -214,6 +261,7 @@ class _Island:
             gone = (time.perf_counter() - began) / (until - began)
             before = least
             least = self.timed(
+                self.full,
                 reorder,
                 hot * max(0.0, 1 - gone) ** 2,
                 least,
@@ -227,15 +275,15 @@ class _Island:
                 value = simulate_orders(self.instance, best, lengths, self.workspace.starts)
                 self.best.offer(best, lengths, value)
 
-    def timed(self, call: Callable[..., T], *arguments: object) -> T:
+    def timed(self, bench: _Bench, call: Callable[..., T], *arguments: object) -> T:
         """Run a compiled search of about _SLICE seconds, with fresh random numbers."""
         seed = int(self.random.integers(2**31))
         began = time.perf_counter()
-        tries = self.tries
-        found = call(self.instance, seed, tries, *arguments)
+        tries = bench.tries
+        found = call(bench.instance, seed, tries, *arguments)
         took = time.perf_counter() - began
         self.best.evaluations += tries
-        self.tries = max(2, min(5000, round(tries * min(4.0, _SLICE / max(took, 1e-6)))))
+        bench.tries = max(2, min(5000, round(tries * min(4.0, _SLICE / max(took, 1e-6)))))
         return found
 
     def _over(self) -> bool:
@@ -274,6 +322,29 @@ def state_of_starts(starts: Floats, whole: Flags, chunks: int) -> State:
     return starts.copy(), rule, whole.copy()
 
 
+def preferences(instance: Instance) -> Iterator[State]:
+    """States in which ranks prefer one kind and chunk to another, whatever the microbatch.
+
+    W comes last, as a filler of gaps, under three rules of patience. So do the published
+    heuristics of ZB-1p and ZB-V (Qi et al., arXiv 2401.10241) choose. None for over two chunks.
+    """
+    chunks, m = instance.chunks, instance.microbatches
+    if chunks > 2:
+        return
+    lanes = [(kind, chunk) for kind in (F, B) for chunk in range(chunks)]
+    whole = np.repeat(instance.joint[:, None], m, axis=1)
+    chunk_of = np.arange(instance.stages) // instance.ranks
+    for order in itertools.permutations(range(len(lanes))):
+        keys = np.full((3, instance.stages, m), float(len(lanes)))
+        for (kind, chunk), place in zip(lanes, order, strict=True):
+            keys[kind, chunk_of == chunk] = place
+        for patience in (0.0, 0.5, 1.0):
+            rule = np.full(CAPS + 2 * chunks, FREE)
+            rule[PATIENCE] = 0.0
+            rule[PATIENCE_W] = patience
+            yield keys, rule, whole
+
+
 def _copy(state: State) -> State:
     keys, rule, whole = state
     return keys.copy(), rule.copy(), whole.copy()
@@ -285,14 +356,17 @@ def compile_search() -> None:
     best = Best(make_instance(v(2), 2, costs), 0.0)
     island = _Island(best, 0, time.perf_counter() + 60)
     pattern = make_pattern(best.instance)
-    island.tries = 1
+    bench = island.full
+    bench.tries = 1
     arrays = island.keys, island.rule, island.workspace, pattern, island.trial
-    least = island.timed(sample, *arrays)
-    island.timed(climb, 1.0, least, *arrays)
+    least = island.timed(bench, sample, *arrays)
+    island.timed(bench, climb, 1.0, least, *arrays)
     state = island.offer_pattern(pattern)
     three = _copy(state), _copy(state), _copy(state)
-    island.timed(anneal, 1.0, 0.0, least, least, *three, island.workspace)
+    island.timed(bench, anneal, 1.0, 0.0, least, least, *three, island.workspace)
     orders, lengths = island.workspace.orders, island.workspace.lengths
-    island.timed(reorder, 0.0, least, island.tables, orders, lengths, island.room, orders.copy())
+    island.timed(
+        bench, reorder, 0.0, least, island.tables, orders, lengths, island.room, orders.copy()
+    )
     simulate_orders(best.instance, orders, lengths, island.workspace.starts)
     peak_memory(best.instance, orders, lengths)
