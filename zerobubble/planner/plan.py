@@ -171,7 +171,7 @@ class _Planner:
         ]
         for arena, name in itertools.chain.from_iterable(zip(*queues, strict=True)):
             # Once the optimum is found, the rest is for the table alone.
-            proved = any(other.best.proved.is_set() for other in self.arenas)
+            proved = not any(map(self._promising, self.arenas))
             spent = time.perf_counter() - began
             if spent < (0.4 if proved else 0.4 * (deadline - began)):
                 self.say(f"pricing {name} on placement {arena.placement.name}")

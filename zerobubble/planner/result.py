@@ -87,6 +87,7 @@ class Plan:
     def ranks(self) -> tuple[RankReport, ...]:
         """Per rank: work, idle time by cause, memory."""
         work = [self.timeline.work(rank) for rank in range(self.schedule.ranks)]
+        makespan = self.makespan
         limits = self.costs.memory_limit
         assert self.timeline.peak_memory is not None
         reports = []
@@ -99,7 +100,7 @@ class Plan:
                 RankReport(
                     work=work[rank],
                     imbalance=imbalance,
-                    bubble=self.makespan - work[rank] - imbalance,
+                    bubble=makespan - work[rank] - imbalance,
                     fixed_memory=sum(self.costs.fixed_memory[s] for s in held),
                     peak_memory=self.timeline.peak_memory[rank],
                     memory_limit=None if limit == math.inf else limit,

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from zerobubble.planner.bounds import lower_bound
 from zerobubble.planner.instance import TOLERANCE, Flags, Floats, Instance, Ints, make_instance
 from zerobubble.planner.kernels import (
     BW,
@@ -370,3 +371,4 @@ def compile_search() -> None:
     )
     simulate_orders(best.instance, orders, lengths, island.workspace.starts)
     peak_memory(best.instance, orders, lengths)
+    lower_bound(best.instance)
