@@ -195,7 +195,7 @@ def profiles(
             document = profile_document(case, limit)
             found = run(document, objective, limit_for(p, limits), prove)
             key = "longest_span_bubble_rate" if objective == "span" else "bubble_rate"
-            rate = round(found[key], 4)
+            rate = round(found[key], 4) + 0.0  # no -0.0
             result = {
                 "profile": row["name"],
                 "objective": objective,
