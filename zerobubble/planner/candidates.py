@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zerobubble.errors import UserError
-from zerobubble.planner.instance import TOLERANCE, Instance, Ints, to_numbers
+from zerobubble.planner.instance import Instance, Ints, to_numbers
 from zerobubble.planner.kernels import Value, make_workspace, peak_memory, simulate_orders
 from zerobubble.planner.refine import State
 from zerobubble.planner.search import state_of_starts
@@ -15,7 +15,14 @@ from zerobubble.schedule.costs import Costs
 from zerobubble.schedule.ops import Kind, Op
 from zerobubble.schedule.placement import Placement
 
-_SEARCHING = frozenset({"v-half", "v-min", "zb-v", "zb-1p", "zb-2p"})
+_SEARCHING: dict[str, Callable[[int], int]] = {
+    "zb-v": lambda ranks: ranks,
+    "zb-1p": lambda ranks: ranks,
+    "zb-2p": lambda ranks: 2 * ranks,
+    "v-half": lambda ranks: min(ranks, -(-ranks // 2) + 1),
+    "v-min": lambda ranks: min(ranks, -(-ranks // 3) + 1),
+}
+"""The microbatches of activations that each may hold on p ranks."""
 
 Rows = tuple[tuple[Op, ...], ...]
 
@@ -36,12 +43,17 @@ class Candidate:
     """Its own starts as priorities."""
 
 
-def searching_families(instance: Instance) -> list[str]:
-    """Those families that take long to build, as they search themselves; likely to fit first."""
-    held = instance.activation[instance.stages_of].sum(axis=1) * instance.ranks
-    if (instance.limit < held * (1 - TOLERANCE)).any():
-        return ["v-half", "v-min", "zb-v", "zb-1p", "zb-2p"]
-    return ["zb-v", "zb-1p", "zb-2p", "v-half", "v-min"]
+def searching_families(instance: Instance, *, fitting: bool) -> list[str]:
+    """The families that search themselves, so take long to build.
+
+    Those that are sure to fit in memory, first those that use most of it; or all others.
+    """
+    held = instance.activation[instance.stages_of].sum(axis=1)
+    return [
+        name
+        for name, microbatches in _SEARCHING.items()
+        if fitting == bool((held * microbatches(instance.ranks) <= instance.limit).all())
+    ]
 
 
 def ready_families() -> list[str]:

@@ -19,7 +19,7 @@ KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 """By their numbers in the arrays."""
 
 TOLERANCE = 1e-9
-"""Of memory, as a share of a limit; of times, as a share of a rank's work on one microbatch."""
+"""Of times, as a share of a rank's work on one microbatch; of memory, in its unit."""
 
 
 class Instance(NamedTuple):
@@ -89,7 +89,7 @@ def make_instance(
             reserve[stage] = activation[held[chunk + 1 :]].sum()
         if costs.memory_limit is not None:
             most = costs.memory_limit[rank]
-            limit[rank] = most - fixed[held].sum() + TOLERANCE * max(1.0, most)
+            limit[rank] = most - fixed[held].sum() + TOLERANCE / 2
     work = np.bincount(rank_of, weights=times[:3].sum(axis=0), minlength=ranks)
     return Instance(
         ranks=ranks,

@@ -83,7 +83,7 @@ class _Scale:
         lacks = sum(
             need - limit
             for need, limit in zip(memory, self.limits, strict=True)
-            if need > limit + TOLERANCE * max(1.0, limit)
+            if need > limit + TOLERANCE / 2
         )
         return lacks, max(work)
 

@@ -27,6 +27,7 @@ from zerobubble.schedule.verify import verify
 Progress = Callable[[str], None]
 """Told, now and then, what the planner is at."""
 
+_QUICKLY_BUILT = 2000  # ops
 _LAYOUTS = 3  # per placement, searched side by side
 
 
@@ -74,6 +75,7 @@ def plan(
         planner.search(started + (limit / 3 if prove else limit))
         if prove:
             planner.prove(started + limit)
+        planner.price_the_rest()
     return planner.finish(started, only)
 
 
@@ -164,18 +166,27 @@ class _Planner:
         began = time.perf_counter()
         for arena in self.arenas:
             self._price(arena, [only] if only else ready_families(), strict=only is not None)
+        if only:
+            return
         # Turn by turn, so that no placement's families wait for all of another's.
         queues = [
-            [(arena, name) for name in ([] if only else searching_families(arena.instance))]
+            [(arena, name) for name in searching_families(arena.instance, fitting=True)]
             for arena in sorted(self.arenas, key=lambda arena: arena.best.lower_bound)
         ]
-        for arena, name in itertools.chain.from_iterable(zip(*queues, strict=True)):
+        for turn in itertools.chain(*itertools.zip_longest(*queues)):
             # Once the optimum is found, the rest is for the table alone.
             proved = not any(map(self._promising, self.arenas))
             spent = time.perf_counter() - began
-            if spent < (0.4 if proved else 0.4 * (deadline - began)):
+            if turn and spent < (0.4 if proved else 0.25 * (deadline - began)):
+                arena, name = turn
                 self.say(f"pricing {name} on placement {arena.placement.name}")
                 self._price(arena, [name])
+
+    def price_the_rest(self) -> None:
+        """For the table alone: families that may not fit, where that takes next to no time."""
+        for arena in self.arenas:
+            if 3 * arena.instance.stages * self.problem.microbatches <= _QUICKLY_BUILT:
+                self._price(arena, searching_families(arena.instance, fitting=False))
 
     def _price(self, arena: _Arena, names: Sequence[str], *, strict: bool = False) -> None:
         for found in candidates(arena.placement, arena.costs, arena.instance, names, strict=strict):

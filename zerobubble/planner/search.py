@@ -141,7 +141,8 @@ class _Island:
         self.best, self.instance, self.deadline = best, instance, deadline
         self.random = np.random.default_rng(seed)
         self.full = _Bench(instance)
-        few = _few_microbatches(instance)
+        # What makes a short longest span is in the pattern, and carries over to more microbatches.
+        few = _few_microbatches(instance) if instance.span else None
         self.few = _Bench(few) if few is not None else None
         self.workspace, self.keys = self.full.workspace, self.full.keys
         self.rule = np.zeros(CAPS + 2 * instance.chunks)
