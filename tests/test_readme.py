@@ -87,3 +87,10 @@ def test_the_table_of_schedules_is_right() -> None:
         assert max(timeline.peak_memory) == pytest.approx(held), name
         if name in ("zb-h2", "zb-2p", "zb-v"):
             assert timeline.longest_span == pytest.approx(3 * microbatches), name
+
+
+def test_the_python_of_the_planning_guide_runs() -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
+    code = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert code is not None
+    exec(compile(code[1], "docs/planning.md", "exec"), {})
