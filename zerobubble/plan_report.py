@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from zerobubble.errors import UserError
-from zerobubble.planner.problem import Problem, load_problem, parse_problem
+from zerobubble.planner.problem import Objective, Problem, load_problem, parse_problem
 from zerobubble.planner.result import Plan
-from zerobubble.schedule.files import ENDINGS
-from zerobubble.schedule.formats import format_small, format_text, to_json
-from zerobubble.schedule.torch_csv import to_csv
+from zerobubble.schedule.files import check_ending, save_schedule
+from zerobubble.schedule.formats import format_small, format_text
 
 
 def uniform_problem(
@@ -87,19 +84,15 @@ def run(
     if path is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise UserError(f"{flag} is for a problem without a file; {path} says it all")
-    if time_limit is not None and not 0 < time_limit < math.inf:
-        raise UserError(f"--time-limit {time_limit:g} is not a time; give seconds above 0")
-    if objective not in ("makespan", "span"):
-        raise UserError(f"--objective {objective} is unknown; use makespan or span")
-    if save is not None and not save.endswith(ENDINGS):
-        raise UserError(f"--save {save} is neither .json nor .csv; name the file by its ending")
+    if save is not None:
+        check_ending(save)
     problem = uniform_problem(**given) if path is None else load_problem(path)
     with ProgressLine() as progress:
         from zerobubble.planner.plan import plan
 
         found = plan(
             problem,
-            objective="span" if objective == "span" else "makespan",
+            objective=cast(Objective, objective),
             schedule=schedule,
             time_limit=time_limit,
             prove=prove,
@@ -108,8 +101,7 @@ def run(
         )
     print(json.dumps(found.to_json()) if as_json else render_plan(found))
     if save is not None:
-        schedule_text = to_csv(found.schedule) if save.endswith(".csv") else to_json(found.schedule)
-        Path(save).write_text(schedule_text, encoding="utf-8")
+        save_schedule(found.schedule, save)
         print(f"schedule: {save}; train with --schedule {save}", file=sys.stderr)
     if picture is not None:
         from zerobubble.report.picture import draw

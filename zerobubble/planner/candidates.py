@@ -89,7 +89,12 @@ def candidates(
                 raise
             continue
         if any(op.slice for row in rows for op in row):
-            continue  # slices cost other times than those of the problem
+            if strict:
+                raise UserError(
+                    f"schedule {name!r} cuts microbatches into slices, a problem has the times of "
+                    "whole ones; `zerobubble show` prices it, or choose another schedule"
+                )
+            continue
         yield price(family.name, placement, costs, instance, _joined(rows, costs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,8 +60,12 @@ def plan(
     alone: compiling it the first time takes some seconds more.
 
     Raises InfeasibleError, naming rank and shortfall, where not even one microbatch fits, or where
-    the family asked for does not.
+    the family asked for does not; UserError for an unknown family or objective, or no time.
     """
+    if objective not in ("makespan", "span"):
+        raise UserError(f"objective is {objective!r}; use makespan or span")
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise UserError(f"time limit is {time_limit:g}; give seconds above 0")
     say = progress or (lambda _: None)
     say("compiling the search loops, this first time only")
     compile_search()
@@ -152,7 +157,7 @@ class _Planner:
             raise InfeasibleError(
                 f"infeasible: memory_limit of rank {rank} is {problem.memory_limit[rank]:g}, one "
                 f"microbatch of its stages ({name}) needs {least:g} beside {fixed:g} of fixed "
-                f"memory: {short:g} short",
+                f"memory: {short:g} short; raise the limit or use more ranks",
                 rank=rank,
                 shortfall=short,
             )
